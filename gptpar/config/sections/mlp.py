@@ -90,30 +90,6 @@ def derive_mlp(notes: Notes) -> None:
         notes.fill("model", "ffn_hidden_size", 4 * model.hidden_size, "4 x hidden")
 
 
-def check_mlp(flags: Flags) -> Iterator[str]:
-    """Gates that contradict each other, and options that only an MLP with a gate has."""
-    m = flags.model
-    yield from _options_of_gates(flags)
-    if m.swiglu and m.mlp_activation != "gelu_tanh":
-        yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
-    if m.swiglu and m.glu_activation not in (None, "swiglu"):
-        yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
-    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
-        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
-        yield f"--quick-geglu and {other} are different gates: keep one."
-
-
-def _options_of_gates(flags: Flags) -> Iterator[str]:
-    m = flags.model
-    of_gates = [
-        flag_name(name)
-        for name in ("activation_func_clamp_value", "glu_linear_offset")
-        if getattr(m, name) != getattr(MLPOptions(), name)
-    ]
-    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
-        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."
-
-
 @dataclass(frozen=True, kw_only=True)
 class ExpertOptions:
     """Options of blocks whose MLP is a mixture of experts."""
@@ -346,3 +322,27 @@ def _tensor(flags: Flags) -> Iterator[str]:
                 f"{flag_name(name)} {width} is not divisible by --tensor-model-parallel-size {size}: "
                 f"use {width - width % size or size} or {width - width % size + size}."
             )
+
+
+def check_mlp(flags: Flags) -> Iterator[str]:
+    """Gates that contradict each other, and options that only an MLP with a gate has."""
+    m = flags.model
+    yield from _options_of_gates(flags)
+    if m.swiglu and m.mlp_activation != "gelu_tanh":
+        yield f"--swiglu has an activation function of its own: drop --mlp-activation {m.mlp_activation}, or --swiglu."
+    if m.swiglu and m.glu_activation not in (None, "swiglu"):
+        yield f"--swiglu and --glu-activation {m.glu_activation} are different gates: keep one."
+    if m.quick_geglu and (m.swiglu or m.glu_activation not in (None, "quick_geglu")):
+        other = "--swiglu" if m.swiglu else f"--glu-activation {m.glu_activation}"
+        yield f"--quick-geglu and {other} are different gates: keep one."
+
+
+def _options_of_gates(flags: Flags) -> Iterator[str]:
+    m = flags.model
+    of_gates = [
+        flag_name(name)
+        for name in ("activation_func_clamp_value", "glu_linear_offset")
+        if getattr(m, name) != getattr(MLPOptions(), name)
+    ]
+    if of_gates and not (m.gated or m.glu_activation or m.quick_geglu):
+        yield f"{', '.join(of_gates)}: an MLP without a gate has neither: give --swiglu or --quick-geglu, or drop this."

@@ -72,7 +72,12 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
     """
 
     def __init__(
-        self, module: nn.Module, work: Work, parts: EngineParts, groups: list[dict[str, Any]], options: EngineOptions
+        self,
+        module: nn.Module,
+        work: Work,
+        parts: EngineParts,
+        groups: list[dict[str, Any]],
+        options: EngineOptions,
     ):
         super().__init__()
         self.module, self.options = module, options

@@ -289,7 +289,8 @@ class GradientCollector:
             add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)
         if first:
             elsewhere = [name for name in first if fresh[name].data_ptr() != views[name].data_ptr()]
-            torch._foreach_copy_([views[name] for name in elsewhere], [fresh[name] for name in elsewhere])
+            if elsewhere:
+                torch._foreach_copy_([views[name] for name in elsewhere], [fresh[name] for name in elsewhere])
             if self._factor != 1:
                 torch._foreach_mul_([views[name] for name in first], self._factor)
         self._arrived.update(first)

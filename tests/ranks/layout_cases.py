@@ -18,6 +18,7 @@ from gptpar.cli.check_layouts.training import CaseRun
 from gptpar.config.flags import parse_flags
 from gptpar.config.sections import parallel
 from gptpar.data.loader import MicroBatch
+from gptpar.engine import fused_sums
 from gptpar.plan.space import dimensions, spaces
 from gptpar.plan.space.candidate import Candidate, flags_of
 from gptpar.topology.groups import Topology, make_topology
@@ -109,6 +110,7 @@ def _train_all(rank: int, family: Family, folder: Path) -> list[tuple[Outcome, f
     """The outcome and the evaluation of each case; complete on the main process."""
     found = []
     topologies: dict[Mesh, Topology] = {}
+    fused_sums.MIN_ELEMENTS = 0  # gradients of small weights, too, are formed in their places
     for number, this in enumerate(family.cases):
         if this.mesh not in topologies:
             topologies[this.mesh] = make_topology(this.mesh, rank, torch.device("cpu"))

@@ -80,6 +80,14 @@ class CheckpointError(GptparError):
     """A checkpoint that cannot be written or read."""
 
 
+class DifferentTagsError(CheckpointError, AssertionError):
+    """Processes that save one checkpoint under different names; DeepSpeed's error is an AssertionError, too."""
+
+
+class UnusedParametersError(GptparError, AssertionError):
+    """Parameters without a gradient where each has to have one; DeepSpeed's error is an AssertionError, too."""
+
+
 class NotSavedError(CheckpointError):
     """The newest state of a run that ends is not on the disk.
 

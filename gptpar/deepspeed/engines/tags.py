@@ -20,7 +20,7 @@ from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.deepspeed.engines.stored_state import tag_of
-from gptpar.errors import CheckpointError
+from gptpar.errors import CheckpointError, DifferentTagsError
 from gptpar.exchange import foreign_checkpoint
 from gptpar.system.files import MAX_SMALL_BYTES, read_regular
 
@@ -37,14 +37,15 @@ def agreed_tag(ranks: Ranks, tag: str, validation: str) -> str:
         validation: whether different tags of other ranks are an error (``fail``), a warning (``warn``), or neither.
 
     Raises:
-        CheckpointError: the tag is no line of text, or differs and must not.
+        CheckpointError: the tag is no line of text.
+        DifferentTagsError: it differs and must not.
     """
     tags = ranks.each(lambda: str(tag).strip())
     if len(set(tags)) > 1 and validation != "ignore":
         told = ", ".join(f"{one!r} on rank {tags.index(one)}" for one in dict.fromkeys(tags))
         told = f"the processes save one checkpoint under different tags: {told}"
         if validation == "fail":
-            raise CheckpointError(f"{told}; give all the same, as checkpoint.tag_validation asks for.")
+            raise DifferentTagsError(f"{told}; give all the same, as checkpoint.tag_validation asks for.")
         if ranks.leads:
             warnings.warn(f"{told}. It is saved under rank 0's.", stacklevel=2)
     if not tags[0] or not tags[0].isprintable():

@@ -35,7 +35,7 @@ from gptpar.deepspeed.engines.step_work import StepResult, Work
 from gptpar.deepspeed.engines.whole_tensors import WholeTensors
 from gptpar.engine.readings import Readings
 from gptpar.engine.step_update import StepUpdate
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, UnusedParametersError
 from gptpar.optim.skip_step import NOT_FINITE, make_skip_step
 
 TIMEOUT_MINUTES = 30.0
@@ -182,7 +182,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         unused = sorted(self._frozen.trained - collector.arrived)
         count = torch.tensor(float(len(unused)), device=self.device)
         if self._sum_over_all(count) > 0:
-            raise GptparError(
+            raise UnusedParametersError(
                 f"{len(unused)} parameters had no gradient in this step on this process ({some_of(unused)}), "
                 f"{int(count)} on all together, and zero_optimization.ignore_unused_parameters is false: nothing was "
                 "updated."

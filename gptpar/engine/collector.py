@@ -288,9 +288,10 @@ class GradientCollector:
         if known:
             add_each([views[name] for name in known], [fresh[name] for name in known], self._factor)
         if first:
-            elsewhere = [name for name in first if fresh[name].data_ptr() != views[name].data_ptr()]
-            if elsewhere:
-                torch._foreach_copy_([views[name] for name in elsewhere], [fresh[name] for name in elsewhere])
+            pairs = ((views[name], fresh[name]) for name in first)
+            if elsewhere := [(place, grad) for place, grad in pairs if place.data_ptr() != grad.data_ptr()]:
+                places, grads = zip(*elsewhere, strict=True)
+                torch._foreach_copy_(places, grads)
             if self._factor != 1:
                 torch._foreach_mul_([views[name] for name in first], self._factor)
         self._arrived.update(first)

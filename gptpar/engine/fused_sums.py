@@ -1,7 +1,8 @@
 """Lets linear layers form their weights' gradients in the gradient sums, without a second pass over memory.
 
 Elsewhere a product writes the gradient of a micro-batch, and the collector copies or adds it to the unit's sum. Where
-nothing is added, a layer's backward pass asks for its place in the sum, and writes there. With
+nothing is added, an operator's backward pass asks for its place in the sum, and writes there; plain products, which the
+compiler joins with what follows, stay plain. With
 ``--gradient-accumulation-fusion``, a layer gets the sum before each call, and the product itself adds. The gradient of
 a scalar then calls the collector, so that it counts and orders these parameters like all others.
 """
@@ -21,7 +22,7 @@ from gptpar.tensor_parallel.layers import SplitLinear
 from gptpar.tensor_parallel.linear_ops import PLACES, where
 
 MIN_ELEMENTS = 1 << 20
-"""Of a weight whose gradient is formed in its place: copying a smaller one takes less time than calling an operator."""
+"""Of a weight whose gradient is formed in its place: copying a smaller one takes less time than asking for it."""
 
 
 class GradientPlaces:
@@ -43,7 +44,6 @@ class GradientPlaces:
             if parameters[name].numel() >= MIN_ELEMENTS:
                 self._places.append(partial(gradients.place_of, name))
                 PLACES[where(parameters[name])] = self._places[-1]
-                linears[name].has_place = True
 
 
 class FusedSums:

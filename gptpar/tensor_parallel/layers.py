@@ -45,7 +45,6 @@ class SplitLinear(nn.Module):
         gradient_sum: [output features, input features] where the backward pass of the coming call adds the weight's
             gradient; ``None``: it returns the gradient to autograd.
         added: a scalar whose gradient comes when that is done.
-        has_place: whether :data:`~gptpar.tensor_parallel.linear_ops.PLACES` may have memory for the weight's gradient.
     """
 
     gradient_sum: torch.Tensor | None
@@ -77,7 +76,6 @@ class SplitLinear(nn.Module):
         # A buffer, so that offload of saved activations leaves it on the device.
         self.register_buffer("gradient_sum", None, persistent=False)
         self.added: torch.Tensor | None = None
-        self.has_place = False
 
     @property
     def unsummed_bias(self) -> nn.Parameter | None:
@@ -91,8 +89,8 @@ class SplitLinear(nn.Module):
             operator: in place of the layer's own, one that also computes the input features from ``x``.
         """
         weight, bias = self._weight_and_bias()
-        total, has_place = (self.gradient_sum, self.has_place) if torch.is_grad_enabled() else (None, False)
-        if self.alone and operator is None and total is None and not has_place:
+        total = self.gradient_sum if torch.is_grad_enabled() else None
+        if self.alone and operator is None and total is None:
             return product(x, weight.t(), self.format, bias=bias)
         weight = weight if total is None else weight.detach()
         how = *self.transfer, self.format, total, self.added

@@ -1,9 +1,12 @@
 """Activation functions of MLPs, and gates: each program processes a part of a row, of both halves with a gate.
 
-Everything is computed in fp32 and rounded once.
+Everything is computed in fp32 and rounded once. A number that a compiled function passes on is fp64, as would be all
+that is computed with it: it is narrowed first. A gate without a limit compares nothing.
 """
 
 from __future__ import annotations
+
+from math import inf
 
 import torch
 import triton
@@ -39,9 +42,14 @@ def value_and_slope(x, NAME: tl.constexpr):
 
 
 @triton.jit
+def _clamped(x, other, limit):
+    return tl.where(x > limit, limit, x), tl.where(other > limit, limit, tl.where(other < -limit, -limit, other))
+
+
+@triton.jit
 def _activate(
     up, inner, width, limit, offset,
-    NAME: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -50,9 +58,9 @@ def _activate(
     x = tl.load(up + at, mask=inside).to(tl.float32)
     if GATED:
         other = tl.load(up + at + width, mask=inside).to(tl.float32)
-        x = tl.where(x > limit, limit, x)
-        other = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other))
-        y = value_and_slope(x, NAME)[0] * (other + offset)
+        if CLAMPED:
+            x, other = _clamped(x, other, limit.to(tl.float32))
+        y = value_and_slope(x, NAME)[0] * (other + offset.to(tl.float32))
     else:
         y = value_and_slope(x, NAME)[0]
     tl.store(inner + row * width + columns, y.to(inner.dtype.element_ty), mask=inside)
@@ -61,7 +69,7 @@ def _activate(
 @triton.jit
 def _backward(
     grad, up, grad_up, width, limit, offset,
-    NAME: tl.constexpr, GATED: tl.constexpr, AGAIN: tl.constexpr, COLUMNS: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, AGAIN: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -71,12 +79,15 @@ def _backward(
     x = tl.load(up + at, mask=inside).to(tl.float32)
     if GATED:
         other = tl.load(up + at + width, mask=inside).to(tl.float32)
-        is_above, is_outside = x > limit, (other > limit) | (other < -limit)
-        x = tl.where(is_above, limit, x)
-        factor = tl.where(other > limit, limit, tl.where(other < -limit, -limit, other)) + offset
+        if CLAMPED:
+            limit = limit.to(tl.float32)
+            is_above, is_outside = x > limit, (other > limit) | (other < -limit)
+            x, other = _clamped(x, other, limit)
+        factor = other + offset.to(tl.float32)
         y, slope = value_and_slope(x, NAME)
-        of_x = tl.where(is_above, 0.0, g * factor * slope)
-        of_other = tl.where(is_outside, 0.0, g * y)
+        of_x, of_other = g * factor * slope, g * y
+        if CLAMPED:
+            of_x, of_other = tl.where(is_above, 0.0, of_x), tl.where(is_outside, 0.0, of_other)
         tl.store(grad_up + at + width, of_other.to(grad_up.dtype.element_ty), mask=inside)
         y *= factor
     else:
@@ -95,7 +106,7 @@ def backward(
     grad_NF, up = grad_NF.contiguous(), up.contiguous()
     grad_up = torch.empty_like(up)
     if up.numel():
-        how = {"NAME": name, "GATED": gated, "AGAIN": False, "COLUMNS": COLUMNS, "num_warps": 4}
+        how = {"NAME": name, "GATED": gated, "CLAMPED": limit < inf, "AGAIN": False, "COLUMNS": COLUMNS, "num_warps": 4}
         wrap_triton(_backward)[_grid(grad_NF)](grad_NF, up, grad_up, grad_NF.shape[1], limit, offset, **how)
     return grad_up
 
@@ -106,7 +117,7 @@ def backward_again(
     """:func:`backward`, which also writes the activation function's output in the place of its gradient ``grad_NF``."""
     grad_up = torch.empty_like(up)
     if up.numel():
-        how = {"NAME": name, "GATED": gated, "AGAIN": True, "COLUMNS": COLUMNS, "num_warps": 4}
+        how = {"NAME": name, "GATED": gated, "CLAMPED": limit < inf, "AGAIN": True, "COLUMNS": COLUMNS, "num_warps": 4}
         _backward[_grid(grad_NF)](grad_NF, up, grad_up, grad_NF.shape[1], limit, offset, **how)
     return grad_up
 
@@ -115,7 +126,7 @@ def activate(up: torch.Tensor, name: str, gated: bool, limit: float, offset: flo
     """The activation function's output [N, F]; dtypes of at most 32 bits."""
     inner_NF = up.new_empty(up.shape[0], up.shape[1] // 2 if gated else up.shape[1])
     if up.numel():
-        how = {"NAME": name, "GATED": gated, "COLUMNS": COLUMNS, "num_warps": 4}
+        how = {"NAME": name, "GATED": gated, "CLAMPED": limit < inf, "COLUMNS": COLUMNS, "num_warps": 4}
         _activate[_grid(inner_NF)](up, inner_NF, inner_NF.shape[1], limit, offset, **how)
     return inner_NF
 

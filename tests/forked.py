@@ -45,8 +45,11 @@ def begin_server() -> None:
     listener.listen()
     alive, ours = os.pipe()
     if not (pid := os.fork()):
-        os.close(ours)
-        forkserver.main(listener.detach(), alive, [])
+        try:
+            os.close(ours)
+            forkserver.main(listener.detach(), alive, [])
+        finally:
+            os._exit(0)
     os.close(alive)
     listener.close()
     server = forkserver._forkserver

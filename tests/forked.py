@@ -3,6 +3,7 @@
 The server computes nothing, so it has no threads. A process that has computed may have threads, which its forks lack.
 """
 
+import faulthandler
 import importlib
 import multiprocessing
 import os
@@ -47,6 +48,7 @@ def begin_server() -> None:
     if not (pid := os.fork()):
         try:
             os.close(ours)
+            faulthandler.disable()  # pytest's writes into the terminal
             forkserver.main(listener.detach(), alive, [])
         finally:
             os._exit(0)

@@ -26,10 +26,17 @@ def preload(*modules: str) -> None:
     PRELOADED[:0] = modules
 
 
+def can_fork() -> bool:
+    """Neither threads of this process stand against a fork, nor a GPU, which its forks could not use."""
+    import torch
+
+    return threading.active_count() == 1 and not torch.cuda.is_available()
+
+
 def import_preloaded() -> bool:
-    """Import what the server has imported, if tests need it and no thread of this process stands against a fork."""
+    """Import what the server has imported, if tests need it and it can be forked from this process."""
     users = {"tests.spawn", "tests.e2e.commands"}
-    if START != "forkserver" or not users & sys.modules.keys() or threading.active_count() > 1:
+    if START != "forkserver" or not users & sys.modules.keys() or not can_fork():
         return False
     for name in PRELOADED:
         with suppress(ImportError):

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
-from tests.forked import begin_server, import_preloaded
+from tests.forked import begin_server, can_fork, import_preloaded
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--workers", type=int, default=0, help="run the tests in so many forks of this process")
+    parser.addoption(
+        "--workers", type=int, default=0, metavar="N", help="run tests in N forks, where torch sees no GPU"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -24,7 +26,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     option = session.config.option
     if option.collectonly or session.testsfailed:
         return None
-    if not option.workers:
+    if not option.workers or not can_fork():
         begin_server()
         return None
     import_preloaded()
@@ -107,10 +109,10 @@ class _Sender:
     def __init__(self, config: pytest.Config, pipe: Connection):
         self._config, self._pipe = config, pipe
 
-    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
         self._pipe.send(("logstart", {"nodeid": nodeid, "location": location}))
 
-    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
+    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
         self._pipe.send(("logfinish", {"nodeid": nodeid, "location": location}))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

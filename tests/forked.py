@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import threading
+import weakref
 from contextlib import suppress
 from multiprocessing import connection, forkserver
 
@@ -56,6 +57,7 @@ def begin_server() -> None:
         try:
             os.close(ours)
             faulthandler.disable()  # pytest's writes into the terminal
+            weakref.finalize._registry.clear()  # temporary folders are this process's to remove
             forkserver.main(listener.detach(), alive, [])
         finally:
             os._exit(0)

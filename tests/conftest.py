@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.workers import pytest_addoption, pytest_runtestloop  # noqa: F401
+
 UNIT = Path(__file__).resolve().parent / "unit"
 
 

@@ -13,11 +13,9 @@ unset PYTHONDONTWRITEBYTECODE
 
 echo "tests: $("$PYTHON" -V) at $PYTHON, OMP_NUM_THREADS=$OMP_NUM_THREADS"
 [[ $# -gt 0 ]] || set -- tests/
-# The whole suite or a tier of it takes two cores; more would only fight over what the ranks' tests need. A file stays
-# with one worker, which makes what its tests share once, and short files come last; the fast tier shares little. (nproc
-# would count OMP_NUM_THREADS.)
+# The whole suite or a tier of it takes two cores; more would only fight over what the ranks' tests need. (nproc would
+# count OMP_NUM_THREADS.)
 if [[ "$1" =~ ^(tests/|-m)$ && "$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)" -gt 1 ]]; then
-    [[ "$*" == "-m fast"* ]] && shared=(worksteal) || shared=(loadfile --no-loadscope-reorder)
-    set -- -n 2 --dist "${shared[@]}" "$@"
+    set -- --workers 2 "$@"
 fi
 exec "$PYTHON" -m pytest "$@"

@@ -36,7 +36,6 @@ LOG = VENV / "setup.log"
 UNFINISHED = "unfinished"
 # For each level the extras that it cannot do without, and those that a new .venv gets besides.
 LEVELS = {"run": ([], []), "test": (["test"], ["hf", "zst"]), "dev": (["test", "dev"], ["hf", "zst"])}
-MODULES = {"pytest-xdist": "xdist"}  # distributions whose module has another name
 COMPILE = "import compileall, site; [compileall.compile_dir(p, quiet=2, workers=0) for p in site.getsitepackages()]"
 """Compiles the installed packages on all cores; pip would compile one file after the other."""
 FREE_GB_NEEDED = 2.0
@@ -75,7 +74,7 @@ def _is_met(requirement: str) -> bool:
         installed = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return False
-    if importlib.util.find_spec(MODULES.get(name, name.replace("-", "_"))) is None:
+    if importlib.util.find_spec(name.replace("-", "_")) is None:
         return False
     return _release(installed) >= _release(minimum)
 

@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -89,9 +89,7 @@ def _become(asked: dict[str, Any], files: list[int]) -> None:
 
 
 def _run_words(words: list[str]) -> None:
-    sys.modules.pop("sitecustomize", None)
-    with suppress(ImportError):
-        importlib.import_module("sitecustomize")
+    commands.customize()
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

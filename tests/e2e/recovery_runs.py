@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
 from gptpar.checkpoint import latest, read_tensors
-from tests.e2e.commands import ENVIRONMENT, ROOT, command, said_by
+from gptpar.cli import main
+from tests.e2e.commands import ENVIRONMENT, ROOT, ended_fork, words
 
 # Python imports it before anything else, in the launcher's template and in workers. The faults follow as a function's
 # body that sees the iteration just launched, the number of the restart, the rank, and the folder in memory.
@@ -47,7 +47,7 @@ class Finished:
         said, errors: on stdout and stderr.
     """
 
-    code: int
+    code: int | None
     said: str
     errors: list[str]
     folder: Path
@@ -83,9 +83,8 @@ def environment_with(faults: str, folder: Path) -> dict[str, str]:
 
 def run(flags: str, tmp_path: Path, name: str, faults: str = "") -> Finished:
     """``gptpar pretrain`` of the tiny model into ``tmp_path/name``; its workers meet the faults; or it ends well."""
-    words = command(f"{flags} --save {tmp_path / name} --lr-decay-style constant --log-interval 1")
-    if not faults:
-        return Finished(0, said_by(words[3:]), [], tmp_path / name)
-    environment = environment_with(faults, tmp_path / "site")
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
-    return Finished(done.returncode, done.stdout, done.stderr.splitlines(), tmp_path / name)
+    given = words(f"{flags} --save {tmp_path / name} --lr-decay-style constant --log-interval 1")
+    environment = environment_with(faults, tmp_path / "site") if faults else ENVIRONMENT
+    code, said, errors = ended_fork(main, given, environment)
+    assert faults or code == 0, said + errors
+    return Finished(code, said, errors.splitlines(), tmp_path / name)

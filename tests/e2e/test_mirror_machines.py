@@ -17,6 +17,7 @@ from gptpar.system.restart import MEMORY_VARIABLE
 from tests.e2e.commands import command
 from tests.e2e.quick_python import quick_python
 from tests.e2e.recovery_runs import Finished, environment_with, run
+from tests.e2e.test_multi_node import finish
 
 FLAGS = "--train-iters 12 --global-batch-size 4 --save-interval 100 --no-async-save --zero-stage 1"
 MIRROR = "--mirror-interval 3 --lr-decay-style constant --log-interval 1"
@@ -61,23 +62,13 @@ def launch(python: Path | str, meeting: str, flags: str, environment: dict[str, 
     )
 
 
-def ended(launchers: list[subprocess.Popen[str]], seconds: float = 150) -> list[str]:
-    """What they said; none outlives this call."""
-    try:
-        deadline = time.monotonic() + seconds
-        return [one.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for one in launchers]
-    finally:
-        for one in launchers:
-            one.kill()
-
-
 def test_a_machines_processes_die_with_its_memory(tmp_path: Path, python: Path) -> None:
     undisturbed = run(f"--nproc-per-node 2 {FLAGS}", tmp_path, "undisturbed")
     environment = environment_with(LOSES_A_MACHINE, tmp_path / "site")
     folder, meets = tmp_path / "run", f"--master-addr 127.0.0.1 --master-port {free_port()}"
     flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
     launchers = [launch(python, f"{meets} --node-rank {node}", flags, environment) for node in range(2)]
-    said = ended(launchers)
+    said = finish(launchers, 150)
     assert [one.returncode for one in launchers] == [0, 0], "\n".join(said)
     assert "its own and its neighbour's files on each of 2 machines" in said[0]
     assert "restored the copy of iteration 6 in memory: 2 files" in said[0], said[0]
@@ -100,7 +91,7 @@ def test_a_final_error_is_not_repeated_and_the_copies_are_kept_on_all_machines(t
     folder, meets = tmp_path / "run", f"--rdzv-backend c10d --rdzv-id f --rdzv-endpoint 127.0.0.1:{free_port()}"
     flags = f"{FLAGS} {MIRROR} --save {folder} --load {folder}"
     launchers = [launch(python, f"{meets} --rdzv-conf is_host={host}", flags, environment) for host in (1, 0)]
-    said = ended(launchers)
+    said = finish(launchers, 150)
     kept = [
         found for one in said for found in re.findall(rf"iteration 6 in memory is kept.* {MEMORY_VARIABLE}=(\S+) ", one)
     ]
@@ -124,7 +115,7 @@ def test_another_machine_takes_the_place_of_a_lost_one(tmp_path: Path) -> None:
     while not any(one.poll() for one in launchers) and time.monotonic() < deadline:
         time.sleep(0.1)
     launchers.append(launch(sys.executable, f"{meets} --rdzv-conf is_host=0", flags, environment))
-    said = ended(launchers)
+    said = finish(launchers, 150)
     assert [one.returncode for one in launchers] == [0, -signal.SIGKILL, 0], "\n".join(said)
     told = said[0] + said[2]
     assert "restored the copy of iteration 6 in memory: 2 files" in told, told

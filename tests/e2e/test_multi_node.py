@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.commands import ENVIRONMENT, command, gptpar, losses
+from tests.e2e.commands import ENVIRONMENT, Started, command, gptpar, losses, words
 
 PORT = 29571
 TRAINING = "--train-iters 4 --global-batch-size 8 --distributed-backend gloo --save"
@@ -85,17 +85,11 @@ def test_other_flags_on_one_machine_are_refused_before_the_first_step() -> None:
     meet = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT + 1)}
     others = ("", "--lr 1e-4 --train-iters 40 --hidden-size 64 --seed 3 --tensor-model-parallel-size 2")
     processes = [
-        subprocess.Popen(
-            command(flags),
-            env={**ENVIRONMENT, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        Started(words(flags), {**ENVIRONMENT, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank, flags in enumerate(others)
     ]
-    said = finish(processes, 120)
-    assert [process.returncode for process in processes] == [1, 1], "\n".join(said)
+    said = [process.stdout.read() for process in processes]
+    assert [process.wait(60) for process in processes] == [1, 1], "\n".join(said)
     for flag, there, here in (("--lr", "0.01", "0.0001"), ("--train-iters", "20", "40"), ("--seed", "1234", "3")):
         assert re.search(rf"{flag} is {there} on \S+ \(rank 0\) and {here} on \S+ \(rank 1\): give ", said[1]), said[1]
     assert "iteration " not in said[0]

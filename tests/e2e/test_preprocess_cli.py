@@ -124,7 +124,7 @@ def test_a_reader_that_leaves_early_gets_no_traceback(tmp_path: Path):
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_stopped_run_leaves_nothing(signum: int, status: int, tmp_path: Path):
     fifo = tmp_path / "c.jsonl"
-    write_corpus(fifo, 20_000)
+    write_corpus(fifo, 6_000)
     process = subprocess.Popen(
         command("preprocess_data", "--input", str(fifo), "--output-prefix", str(tmp_path / "p"), "--workers", "2",
                 "--tokenizer-type", "ByteLevelTokenizer"),

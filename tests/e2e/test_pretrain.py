@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptpar.checkpoint import latest, load_meta, read_tensors
-from tests.e2e.commands import command, gptpar, losses, said_by, stepping
+from tests.e2e.commands import gptpar, losses, said_by, stepping, words, workers_of
 from tests.helpers import TINY
 
 
@@ -43,8 +43,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
     """One process and SIGTERM; two workers and a terminal's Ctrl-C, which reaches every process of the group."""
     flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --load {tmp_path} --log-interval 1"
     flags += f" --nproc-per-node {workers}"
-    process = stepping(command(flags), taken=5)
-    assert process.stdout is not None
+    process = stepping(words(flags), taken=5)
     os.killpg(process.pid, number)
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 128 + number and f"> stopped by {number.name}" in rest and "error" not in rest
@@ -58,10 +57,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path: Path, number: sig
 def test_a_signal_to_one_of_two_workers_stops_both(tmp_path: Path) -> None:
     """Neither may go on alone into the final evaluation, where it would wait for the other until the time-out."""
     flags = f"--train-iters 100000 --lr-decay-style constant --save {tmp_path} --log-interval 1 --eval-iters 2"
-    process = stepping(command(f"{flags} --nproc-per-node 2"), taken=5)
-    assert process.stdout is not None
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [int(c) for c in children if b"pretrain" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    process = stepping(words(f"{flags} --nproc-per-node 2"), taken=5)
+    workers = workers_of(process.pid)
     assert len(workers) == 2
     os.kill(workers[1], signal.SIGTERM)
     rest = process.stdout.read()
@@ -150,8 +147,7 @@ def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
 
 def test_an_interrupted_benchmark_says_that_there_is_no_result() -> None:
     flags = TINY.replace("--train-iters 20 ", "") + " --steps 100000 --nproc-per-node 2 --breakdown"
-    process = stepping(command(flags, "benchmark"), taken=1)
-    assert process.stdout is not None
+    process = stepping(words(flags, "benchmark"), taken=1)
     os.killpg(process.pid, signal.SIGINT)
     rest = process.stdout.read()
     assert process.wait(timeout=60) == 130

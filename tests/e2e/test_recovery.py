@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 from gptpar.checkpoint import load_meta
 from gptpar.cli.launch.memory import KEPT, OWNER, PREFIX
 from gptpar.system.processes import Process
-from tests.e2e.commands import ENVIRONMENT, command
+from tests.e2e.commands import command, said_by
 from tests.e2e.recovery_runs import environment_with, run
 
 MEMORY = Path("/dev/shm")
@@ -139,17 +138,10 @@ def test_any_module_goes_on_through_the_launcher(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     states = []
-    for how in ("killed", "undisturbed"):
+    for how, restarts in (("killed", 2), ("undisturbed", 0)):
         words = f"launch --standalone --nproc-per-node 2 --max-restarts 3 {script} {tmp_path / how} {how}"
-        done = subprocess.run(
-            [sys.executable, "-m", "gptpar", *words.split()],
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert done.stderr.count("restart ") == (2 if how == "killed" else 0), done.stderr
+        said = said_by(words.split())
+        assert said.count("restart ") == restarts, said
         path = tmp_path / how / "iter_0000012"
         states.append({file.name: file.read_bytes() for file in path.glob("*.bin")})
     assert states[0] == states[1] and states[0]
@@ -175,11 +167,6 @@ dist.barrier()
 
 def test_workers_of_one_machine_listen_there_alone(tmp_path: Path) -> None:
     (tmp_path / "look.py").write_text(LISTENS)
-    words = f"launch --nproc-per-node 2 {tmp_path}/look.py"
-    done = subprocess.run(
-        [sys.executable, "-m", "gptpar", *words.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
-    )
-    found = set(re.findall(r"listens (\w+) (\w+)", done.stdout))
-    assert ("0100007F", "True") in found and {address for address, _ in found} == {"0100007F"}, (
-        done.stdout + done.stderr
-    )
+    said = said_by(["launch", "--nproc-per-node", "2", f"{tmp_path}/look.py"])
+    found = set(re.findall(r"listens (\w+) (\w+)", said))
+    assert ("0100007F", "True") in found and {address for address, _ in found} == {"0100007F"}, said

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from gptpar.checkpoint import load_meta
-from tests.e2e.commands import ENVIRONMENT, ROOT, children, command, stepping
+from tests.e2e.commands import ENVIRONMENT, ROOT, command
 
 LONG = "--train-iters 100000 --lr-decay-style constant --log-interval 1 --save"
 # The first piece of a checkpoint takes longer than torchrun waits, as on a slow disk.
@@ -77,9 +77,12 @@ for worker in workers:
 def test_workers_save_and_end_when_their_launcher_is_killed(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-    process = stepping([sys.executable, "-c", STARTS_WORKERS, port, *command(f"{LONG} {tmp_path}")], taken=3)
-    workers = children(process.pid)
-    assert len(workers) == 2 and process.stdout is not None
+    launched = [sys.executable, "-c", STARTS_WORKERS, port, *command(f"{LONG} {tmp_path}")]
+    process = subprocess.Popen(launched, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    next(line for line in process.stdout if "iteration        3/" in line)
+    workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    assert len(workers) == 2
     reader = threading.Thread(target=process.stdout.read)
     process.kill()
     reader.start()

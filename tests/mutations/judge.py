@@ -125,7 +125,7 @@ def _be_pytest(arguments: Sequence[str], copy: Path, output: Path) -> None:
         sys.argv = ["pytest"]
         import pytest
 
-        status = pytest.main(["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments])
+        status = pytest.main(["-x", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments])
         sys.stdout.flush()
     finally:
         os._exit(status)

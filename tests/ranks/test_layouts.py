@@ -157,8 +157,8 @@ FAMILIES = {
             at("dp2 pp2", "--zero-stage 3"),
             at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
         ],
-        saved=3,
-        steps=5,
+        saved=2,
+        steps=3,
     ),
     "rounded moments": Family(
         [*FEWER_SAMPLES, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"],
@@ -167,8 +167,8 @@ FAMILIES = {
             at("dp2 pp2", "--zero-stage 3"),
             at("dp4", "--zero-stage 3", "CPU optimizer 0.6"),
         ],
-        saved=3,
-        steps=5,
+        saved=2,
+        steps=3,
     ),
 }
 

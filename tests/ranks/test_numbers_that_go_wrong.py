@@ -17,7 +17,7 @@ from tests.ranks.layout_cases import FEWER_SAMPLES, WORDS, Family, assert_equals
 from tests.spawn import spawn
 
 FLAGS = [*FEWER_SAMPLES, *["--skip-step-sigma", "8", "--skip-step-window", "4", "--log-layer-norms-interval", "1"]]
-SPIKE, SAVED, STEPS = 4, 5, 7
+SPIKE, SAVED, STEPS = 4, 5, 6
 
 
 class SpikedRun(CaseRun):

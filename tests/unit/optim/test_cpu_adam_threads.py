@@ -2,8 +2,7 @@
 
 import itertools
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +11,9 @@ import pytest
 import torch
 
 from gptpar.optim import cpu_adam
+from gptpar.optim.adam_arguments import AdamStep
 from gptpar.optim.cpu_adam import CpuAdam
+from tests.e2e.commands import said_in_fork
 from tests.unit.optim.cpu_adam_runs import HOW, make, run, same
 
 
@@ -22,30 +23,25 @@ def test_some_cores_are_left_to_others(monkeypatch, cores, threads):
     assert cpu_adam.default_threads() == CpuAdam().threads == threads
 
 
-FORK = """
-import os, signal, torch
-from gptpar.optim.cpu_adam import AdamStep, CpuAdam
-from gptpar.offload.buckets import ranges_of_rows
-def step():
-    p, m, v = torch.ones(300000), torch.zeros(300000), torch.zeros(300000)
-    how = [(0, 300000, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1))]
-    CpuAdam(3).order((p, m, v), torch.arange(300000.0), how)()
-    return p
-before = step()
-child = os.fork()
-signal.alarm(60 * (child == 0))  # the child of a broken pool waits for ever
-after = step()
-if child == 0:
-    os._exit(0 if bool((before == after).all()) else 3)
-print(os.waitpid(child, 0)[1], bool((before == after).all()))
-"""
+def fork_between_steps(length: int) -> None:
+    def step() -> torch.Tensor:
+        p, m, v = torch.ones(length), torch.zeros(length), torch.zeros(length)
+        how = [(0, length, AdamStep(0.1, 0.9, 0.99, 1e-8, 0.1, 1.0, 1))]
+        CpuAdam(3).order((p, m, v), torch.arange(float(length)), how)()
+        return p
+
+    before = step()
+    child = os.fork()
+    signal.alarm(60 * (child == 0))  # the child of a broken pool waits for ever
+    after = step()
+    if child == 0:
+        os._exit(0 if bool((before == after).all()) else 3)
+    print(os.waitpid(child, 0)[1], bool((before == after).all()))
 
 
 @pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own(library):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=300, env=environment)
-    assert done.stdout == "0 True\n", done.stderr
+    assert said_in_fork(fork_between_steps, 300_000) == "0 True\n"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

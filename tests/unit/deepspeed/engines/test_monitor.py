@@ -1,7 +1,6 @@
 """DeepSpeed's monitors of an engine: what they write, where a run goes on, and what a failure leaves."""
 
 import importlib.machinery
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -15,9 +14,9 @@ from torch import nn
 import gptpar
 from gptpar.deepspeed.engines.engine import ModuleEngine
 from gptpar.errors import ConfigError
+from tests.e2e.commands import said_in_fork
 from tests.unit.reporting.records import read_tensorboard
 
-ROOT = Path(__file__).parents[3]
 LOSS, RATE, SCALE = (f"Train/Samples/{name}" for name in ("train_loss", "lr", "loss_scale"))
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
@@ -182,17 +181,13 @@ def test_losses_of_a_users_own_calls_are_judged_as_outliers() -> None:
         assert engine.was_step_applied() == (step != 5)
 
 
-PROGRAM = """
-import sys
-from pathlib import Path
-from tests.unit.deepspeed.engines.test_monitor import batches, make, monitors
-engine = make(**monitors(Path(sys.argv[1])))
-engine._take_note_of_last_step = lambda: None  # as on a GPU, whose numbers are read a step later
-engine.train_batch(batches(1))
-"""
+def one_step(folder: Path) -> None:
+    engine = make(**monitors(folder))
+    engine._take_note_of_last_step = lambda: None  # as on a GPU, whose numbers are read a step later
+    engine.train_batch(batches(1))
 
 
 @pytest.mark.slow
 def test_a_process_that_closes_nothing_has_written_its_last_step(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], cwd=ROOT, check=True)
+    said_in_fork(one_step, tmp_path)
     assert [step for step, _ in csv_of(tmp_path, LOSS)] == [6]

@@ -59,8 +59,8 @@ def _activate(
     if GATED:
         other = tl.load(up + at + width, mask=inside).to(tl.float32)
         if CLAMPED:
-            x, other = _clamped(x, other, limit.to(tl.float32))
-        y = value_and_slope(x, NAME)[0] * (other + offset.to(tl.float32))
+            x, other = _clamped(x, other, tl.cast(limit, tl.float32))
+        y = value_and_slope(x, NAME)[0] * (other + tl.cast(offset, tl.float32))
     else:
         y = value_and_slope(x, NAME)[0]
     tl.store(inner + row * width + columns, y.to(inner.dtype.element_ty), mask=inside)
@@ -80,10 +80,10 @@ def _backward(
     if GATED:
         other = tl.load(up + at + width, mask=inside).to(tl.float32)
         if CLAMPED:
-            limit = limit.to(tl.float32)
+            limit = tl.cast(limit, tl.float32)
             is_above, is_outside = x > limit, (other > limit) | (other < -limit)
             x, other = _clamped(x, other, limit)
-        factor = other + offset.to(tl.float32)
+        factor = other + tl.cast(offset, tl.float32)
         y, slope = value_and_slope(x, NAME)
         of_x, of_other = g * factor * slope, g * y
         if CLAMPED:

@@ -91,7 +91,7 @@ class SharedState:
             for bucket in self.of_unit[part.unit]:
                 bucket.group_ranges = part.between(bucket.start, bucket.stop).group_ranges
 
-    def parts(self, unit: str, grad: torch.Tensor) -> Iterator[tuple[Bucket, torch.Tensor, DeviceEvent]]:
+    def parts(self, unit: str, grad: torch.Tensor) -> list[tuple[Bucket, torch.Tensor, DeviceEvent]]:
         """A unit's buckets, their parts of its gradient, and the point where the device has computed it.
 
         It is one call of torch for all parts: each call gives Python's lock away, and waits for it again.
@@ -100,12 +100,12 @@ class SharedState:
             ForbiddenEvent: the unit's last step is not done.
         """
         buckets, made = self.of_unit[unit], self.transfers.now()
-        cuts = sorted({0, *(b.start for b in buckets), *(b.stop for b in buckets)})
-        parts = dict(zip(cuts, grad.tensor_split(cuts[1:]), strict=True))
         for bucket in buckets:
             if bucket.due:
                 raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
-            yield bucket, parts[bucket.start], made
+        cuts = sorted({0, *[b.start for b in buckets], *[b.stop for b in buckets]})
+        parts = dict(zip(cuts, grad.tensor_split(cuts[1:]), strict=True))
+        return [(bucket, parts[bucket.start], made) for bucket in buckets]
 
     def matrix_buckets(self, unit: str) -> list[Bucket]:
         """A unit's buckets whose update is one of matrices."""

@@ -13,7 +13,7 @@ import torch
 from gptpar.kernels import gpu
 
 MIN_ELEMENTS = 1 << 20
-"""Elements of a tensor that gets a launch of its own; smaller ones share those of torch's operator."""
+"""A tensor of at least this many elements gets a launch of its own; smaller ones share launches of torch's operator."""
 
 
 def add_each(totals: Sequence[torch.Tensor], addends: Sequence[torch.Tensor], factor: float) -> None:

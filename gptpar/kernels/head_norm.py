@@ -118,7 +118,7 @@ def backward(
     eps: float,
     centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradient of ``qkv`` and its sum over tokens, and [sums, K] of the norm of queries and that of keys.
+    """Returns the gradient of ``qkv``, its sum over tokens, and [1 or 2, K] sums for each norm: queries', then keys'.
 
     Args:
         q, k, v, gate: gradients of the normalised queries and keys, of values, and of gates if there are gates.

@@ -99,7 +99,7 @@ def backward(
     rstd_N1: torch.Tensor,
     weight_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradient of ``x``, and [3, D]: gradients of weight and bias, the first result's sum over N.
+    """Returns the gradient of ``x``; and [3, D]: the gradients of weight and bias, and the sum of that of ``x`` over N.
 
     Args:
         grad_x_ND: the gradient of ``x`` from what bypasses the norm; ``None``: nothing does.

@@ -1,7 +1,8 @@
 """An MLP's activation function and the row layer's product that reads it, as one operator that keeps its input alone.
 
-The backward pass computes the function's output again in the pass that forms the gradient of its input: each number is
-read once. That pass lies between the product's two gradients: one is its input, the other needs its output.
+The backward pass computes the function's output again in the pass over memory that forms the gradient of its input, so
+that each number is read once. This pass reads the gradient of the product's input. The gradient of the product's weight
+is computed afterwards, because it needs the function's output.
 
 Legend: N all tokens, n this rank's, D model width, F this rank's part of the MLP's width; ``up`` is [N, 2F] with a
 gate, else [N, F].

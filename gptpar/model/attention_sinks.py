@@ -30,8 +30,8 @@ def attention_to_seen(
     """Attention to the keys that a mask names; returns y_BHSK.
 
     Args:
-        seen_B1ST: boolean, [B or 1, 1, S, T]; ``None``, without sinks alone: each token sees itself and all earlier
-            ones.
+        seen_B1ST: boolean, [B or 1, 1, S, T]; ``None``: each token sees itself and all earlier ones. With sinks it
+            cannot be ``None``.
         scale: factor of the scores; ``None``: 1 / sqrt(K).
         sinks_H: the sinks of this rank's heads; ``None``: there are none.
     """

@@ -16,8 +16,8 @@ ELEMENTS, NUM_WARPS = 2048, 8
 """Elements and warps of one Triton program."""
 
 NUM_NUMBERS = 9
-"""scale, rest1, beta2, rest2, floor, size, decay, the bits of the key for rounded moments, skipped (not 0: nothing
-changes)."""
+"""Numbers of a step, in this order: scale, rest1, beta2, rest2, floor, size, decay, the bits of the key for rounded
+moments, skipped (if it is not 0, the step changes nothing)."""
 
 SECOND_LOW, FIRST_LOW = tl.constexpr(4 * (127 - 56)), tl.constexpr(16 * (127 - 4))
 """See :mod:`gptpar.optim.rounded_states`."""

@@ -43,7 +43,8 @@ def blend(
     Args:
         vector: [n] fp32, in place.
         grad: [n].
-        low: [n] gets the new vector, or with ``looks_ahead`` ``share * (scale * grad) + decay * vector``, rounded.
+        low: [n] gets the new vector, rounded; ``None``: nothing does.
+        looks_ahead: ``low`` gets ``share * (scale * grad) + decay * new vector`` instead.
         scale, share, decay: fp32 scalars.
         skipped: if it is not zero, nothing changes (fp32 scalar).
     """

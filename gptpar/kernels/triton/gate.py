@@ -1,7 +1,8 @@
-"""Activation functions of MLPs, and gates: each program processes a part of a row, of both halves with a gate.
+"""Activation functions of MLPs, and gates. Each program processes a part of a row; with a gate, of both its halves.
 
-Everything is computed in fp32 and rounded once. A number that a compiled function passes on is fp64, as would be all
-that is computed with it: it is narrowed first. A gate without a limit compares nothing.
+Everything is computed in fp32 and rounded once. Compiled functions pass ``limit`` and ``offset`` in fp64, which would
+make everything that is computed with them fp64: kernels round them to fp32 first. A gate without a limit makes no
+comparison.
 """
 
 from __future__ import annotations

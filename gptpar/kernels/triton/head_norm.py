@@ -14,9 +14,9 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 NUM_PROGRAMS = 2112
-"""Programs of a backward launch, about: enough to fill a GPU several times, since those of values end sooner."""
+"""About the number of programs of a backward launch. They fill a GPU several times, as those of values end sooner."""
 ELEMENTS, NUM_WARPS, FORWARD_WARPS = 2048, 4, 2
-"""Elements that a program processes at a time, and its warps."""
+"""Elements that a program processes at a time; warps of a program in the backward and in the forward pass."""
 WIDEST = 1024
 """Maximum width of a head: a program keeps whole rows of it in registers."""
 
@@ -136,7 +136,7 @@ def _normed_head(
         )
         inside = (rows < last)[:, None] & known[None, :]
         scaled = dy * w
-        if NUM_SUMS == 3:  # LayerNorm: less its mean, as the gradient below
+        if NUM_SUMS == 3:  # LayerNorm subtracts the mean, here and from the gradient below
             values = tl.where(inside, values - tl.sum(values, 1)[:, None] / width, 0.0)
         r = tl.rsqrt(tl.sum(values * values, 1)[:, None] / width + EPS)
         normed = values * r

@@ -4,8 +4,8 @@ Every process has the state of all layers, and all have the same: counts are int
 processes. So a checkpoint of any layout has it whole, and a process of any other layout takes it as it is. A step that
 was skipped changes nothing.
 
-The bias of an expert that fewer tokens than the mean chose rises by the rate, and that of another falls by it (Wang et
-al. 2024, arXiv 2408.15664).
+An expert's bias rises by the rate if fewer tokens than the mean chose the expert, and falls by the rate if more did
+(Wang et al. 2024, arXiv 2408.15664).
 
 Legend: L layers with experts, E experts.
 """

@@ -20,7 +20,7 @@ class Messages(NamedTuple):
 
     Attributes:
         num_own: N.
-        num_sent, num_got: rows of the tensors of what is sent, and of what comes; the last ones may be in no message.
+        num_sent, num_got: rows of the buffers for what is sent and what arrives; the last rows may be in no message.
     """
 
     sent: list[int]
@@ -37,10 +37,10 @@ class Messages(NamedTuple):
 
 
 class Exchange:
-    """One way of tokens to other ranks and, after that, back; each call of one method is followed by the next's.
+    """One transfer of tokens between ranks, in the forward pass, and of their gradients, in the backward pass.
 
-    Forward and backward pass of a way out are ``send``, ``arrived``, ``send_back``, ``came_back``; those of a way back
-    are the latter two first.
+    A transfer to the experts calls ``send`` and ``arrived`` forward, ``send_back`` and ``came_back`` backward. The
+    transfer of their outputs calls ``send_back`` and ``came_back`` forward, ``send`` and ``arrived`` backward.
     """
 
     def __init__(self, messages: Messages):

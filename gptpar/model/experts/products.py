@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from gptpar.model.experts.routing import counts_of
 
 ROW_BYTES = 16
-"""Of a matrix's row, the grouped kernel needs a multiple of this."""
+"""The grouped kernel needs matrices whose rows have a multiple of this many bytes."""
 PLACE_BYTES = 32
-"""Of a copy of a token: its places and its expert."""
+"""Bytes that :class:`Places` has for a copy of a token: its places and its expert."""
 GROUPED_CAPABILITIES = (9,)
-"""Of GPUs whose grouped kernel is known to be right; on Blackwell, experts without tokens got gradients
-(pytorch#172439). Others run a loop, which waits for the device."""
+"""Major compute capabilities of GPUs whose grouped kernel is known to be right. On Blackwell, experts without tokens
+got gradients (pytorch#172439). Other GPUs run a loop, which waits for the device."""
 
 
 class Places(NamedTuple):
@@ -30,7 +30,7 @@ class Places(NamedTuple):
     Attributes:
         tokens_M: the token of each row.
         rows_NK: the row of each token's K copies.
-        choices_M: the row of ``rows_NK.flatten()`` that each row is; the inverse of it.
+        choices_M: each row's index in ``rows_NK.flatten()``, of which this is the inverse permutation.
         counts_E: int64, rows of each expert. Further rows are of no expert, and may hold any numbers.
         taken_NK: bool, whether a copy has an expert; ``None``: all have one.
     """
@@ -215,8 +215,8 @@ def _sums_of_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
 def sums_of_experts_rows(x_MO: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
     """The same by the grouped kernel, as a product with ones, in fp32.
 
-    It is an operator of its own: of columns of ones, the kernel takes any number for an expert. torch.compile would
-    store them as rows, where each expert's part has to begin at a multiple of 16 bytes.
+    It is an operator of its own, so that the ones stay as they are stored here: an expert may then have any number of
+    rows. torch.compile would store them transposed, where each expert's part has to begin at a multiple of 16 bytes.
     """
     ones_MR = x_MO.new_ones(len(x_MO), ROW_BYTES // x_MO.element_size())
     sums_ERO = F.grouped_mm(ones_MR.t(), x_MO.contiguous(), offs=counts_E.cumsum(0).to(torch.int32))

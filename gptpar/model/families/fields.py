@@ -30,7 +30,7 @@ ACTIVATIONS_BACK = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items(
 
 
 def activation_field(model: ModelConfig) -> str:
-    """transformers' name of an MLP's activation function; a gate has GELU's, which tells them apart."""
+    """transformers' name of an MLP's activation function; for a gated MLP GELU's, so that the models differ."""
     return ACTIVATIONS_BACK.get(model.mlp_activation, "gelu")
 
 

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from gptpar.config import Flags
+from gptpar.config.fields import flag_name
 from gptpar.plan.floors import Floors, floors
 from gptpar.plan.gradients import GradientChoice, choose_gradients
 from gptpar.plan.hardware import Cluster
@@ -31,12 +32,14 @@ class Plan:
     Attributes:
         changes: how it differs from the command line.
         gradients: what ``--offload-gradients auto`` became, and why.
+        left_out: flags of the command line that it goes without.
     """
 
     job: Job
     cluster: Cluster
     changes: Changes = field(default_factory=dict)
     gradients: GradientChoice | None = None
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def memory(self) -> list[RankMemory]:
@@ -133,8 +136,8 @@ class Plan:
         return changes
 
     def flags(self) -> str:
-        """The named changes as flags."""
-        return " ".join(flags_of(self.named_changes))
+        """The named changes as flags, then what is left out of the command line."""
+        return " ".join([*flags_of(self.named_changes), *(f"without {flag}" for flag in self.left_out)])
 
     def shortage(self) -> str:
         """Why it does not fit: a sentence with the numbers; empty if it does."""
@@ -187,7 +190,13 @@ class Planner:
         changes = {**self.chosen, **(changes or {})}
         config = configured(with_changes(self.typed, changes), self.world_size)
         job = Job(config, config.parallel.mesh(self.world_size), document_lengths=self.document_lengths)
-        plan = self._with_gradients(Plan(job, self.cluster, changes))
+        kept = [(name, getattr(getattr(self.typed, name.split(".")[0]), name.split(".")[1])) for name in changes]
+        left_out = tuple(
+            flag_name(name.split(".")[1])
+            for name, value in kept
+            if name in self.given and changes[name] == _usual(name) != value
+        )
+        plan = self._with_gradients(Plan(job, self.cluster, changes, left_out=left_out))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 
     def _with_gradients(self, plan: Plan) -> Plan:

@@ -27,6 +27,19 @@ def test_the_last_resort_recomputes_too(offload: str) -> None:
     assert len(set(flags)) == len(flags)
 
 
+def test_a_remedy_says_which_flag_to_leave_out() -> None:
+    words = "--preset 350M --seq-length 1024 --micro-batch-size 32 --global-batch-size 32 --bf16 --gpu h100"
+    planner, _ = make_planner(
+        f"{words} --recompute-granularity full --checkpoint-in-cpu --gpu-memory 80 --host-memory 4".split()
+    )
+    assert "without --checkpoint-in-cpu" in [remedy.flags() for remedy in remedies(planner, planner.plan())]
+    planner, _ = make_planner(
+        f"{words} --recompute-granularity selective --recompute-modules mlp --gpu-memory 12".split()
+    )
+    found = [remedy.flags() for remedy in remedies(planner, planner.plan())]
+    assert "--recompute-granularity full without --recompute-modules" in found
+
+
 ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
 
 

@@ -38,11 +38,11 @@ class GradientCollector:
 
     Args:
         virtual_stages: names of the units of each of this process's virtual stages, in forward order.
-        done: called with a unit's name when its gradients of a backward pass are complete, before they are reduced, and
-            with whether the unit's gradient is final in this process.
+        done: called with (unit's name, whether its gradient is final in this process) when a backward pass has
+            completed the unit's gradients, before they are reduced.
         counts_arrivals: whether backward passes may be nested.
-        fixed_order: whether units are handed on in the fixed order; otherwise, after the first pass, each is when it is
-            complete.
+        fixed_order: whether all passes hand units on in the fixed order; if not, only the first pass does, and later
+            ones hand on each unit when it is complete.
 
     Attributes:
         memory: of the units' sums.
@@ -168,10 +168,10 @@ class GradientCollector:
         self._outer_task = task
 
     def place_of(self, name: str) -> torch.Tensor | None:
-        """Memory for the gradient of a parameter, by global name, in its unit's sum; once a pass, if nothing is there.
+        """The place of a parameter, by global name, in its unit's sum, for a product that writes the gradient there.
 
-        ``None``: the gradient needs memory of its own. If autograd does not pass on what is written to the place, but
-        for instance its sum with another gradient, that is copied there.
+        A place is given once a pass, and only while it holds no gradient; ``None``: the gradient needs memory of its
+        own. If autograd passes on another tensor, such as a sum of two gradients, :meth:`_add` copies it to the place.
         """
         unit = self._unit_of[name]
         if not self.in_pass or unit.name in self._handed_on or name in self._arrived or name in self._placed:
@@ -183,7 +183,7 @@ class GradientCollector:
         return place if is_plain and is_aligned else None
 
     def reads_late(self, parameter: str) -> bool:
-        """Whether the running pass, which reads a parameter now, has its gradient; later passes heed that."""
+        """Whether a parameter that is read now has its gradient already; later passes then hand its unit on last."""
         is_late = parameter in self._here
         if is_late:
             self._read_late.add(self._unit_of[parameter].name)

@@ -15,8 +15,8 @@ class GradientMemory:
 
     Under ZeRO-0 and 1 a unit's whole sum is kept until the step's last backward pass. Under ZeRO-2 and 3, and with sums
     on the host, the whole sum of a unit that several processes hold lives for one micro-batch, and only this process's
-    shard of the sum over micro-batches stays. A unit with offloaded elements has no permanent whole-unit buffer: in a
-    step of one micro-batch its buffer is freed after use.
+    shard of the sum over micro-batches stays. A unit with offloaded elements gets a buffer for its whole sum when a
+    step needs one; a step of one micro-batch frees it after use.
 
     Args:
         table: of this process's parameters.
@@ -97,7 +97,7 @@ class GradientMemory:
         return unit.dtype or self._arriving_dtype
 
     def is_narrow(self, unit: Unit) -> bool:
-        """Whether nothing is added to a unit's sum on the device that is wider than the gradients."""
+        """Whether a unit's sum on the device always has the number format of the gradients that autograd produces."""
         is_alone = self.data.groups.get(unit.copies_over) is None
         return self._dtype == self.arriving_dtype(unit) or (is_alone and unit.name in self.summed_on_host)
 

@@ -24,7 +24,7 @@ from gptpar.topology.mesh import Mesh, rows_of
 from gptpar.topology.placement import ParameterInfo, range_of
 
 CHUNK_ELEMENTS = 1 << 26
-"""Elements whose matrices are assembled at a time, if several units have fewer."""
+"""A chunk takes a further unit up to this many elements, and beyond them if it has fewer units than processes."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ For one chunk of units after the other (:mod:`gptpar.engine.matrix_homes`):
 3. this process orthogonalizes its matrices, in batches that depend on the units and shapes alone;
 4. the directions go back the same way, and each element's weight follows where the element lives.
 
-So neither the ZeRO stage nor the twin-flow ratio changes a number, and the ratio changes no bit.
+So the ZeRO stage changes results by rounding at most, and the twin-flow ratio changes no bit.
 """
 
 from __future__ import annotations

@@ -210,7 +210,7 @@ class GradientReducer:
         sum_together([part for unit in shards for part in self._addends(unit, shards[unit])], self._tensor_group)
         for name, group in self._tied.items():
             held = self._held_back.pop(name, None)
-            # Sum the whole shard: the stages that have the unit may divide it at different elements.
+            # The whole shard is summed and then divided, as for other units: the ratio changes no sum.
             sum_together([self.memory.shards[name] if held is None else held[1]], group)
             if held is not None:
                 self._divide(*held)

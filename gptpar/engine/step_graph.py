@@ -86,8 +86,8 @@ class StepGraph(Generic[Given, Result]):
             that step's gradients for this step.
         graph_breaks: where the host acts in between, with tensors that nothing else in the step writes to.
         launched_steps: number of equal steps before a recording.
-        quiet: called before each recording: returns when no other thread waits for the device, which torch refuses to
-            all threads of a process meanwhile.
+        quiet: called before each recording; returns when no other thread waits for the device. During a recording,
+            torch refuses such waits to all threads of the process.
         given_up: called with the error of a recording; later steps run without a graph. ``None``: raise it.
         recorder: default: of CUDA graphs.
     """

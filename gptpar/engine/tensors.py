@@ -21,8 +21,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
         for inner in value:
             yield from tensors_in(inner)
     elif _is_instance_of_dataclass(value):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        for inner in _fields(value).values():
+            yield from tensors_in(inner)
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -41,8 +41,8 @@ def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         return {name: mapped(inner, change) for name, inner in value.items()}
     if _is_instance_of_dataclass(value):
         changed = copy(value)
-        for field in fields(value):
-            object.__setattr__(changed, field.name, mapped(getattr(value, field.name), change))  # also of frozen ones
+        for name, inner in _fields(value).items():
+            object.__setattr__(changed, name, mapped(inner, change))  # also of frozen ones
         return changed
     return value
 
@@ -56,7 +56,8 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 def outline(value: Any) -> Outline:
     """Everything in a value except the numbers in its tensors: a recorded step fits all values of equal outlines.
 
-    If a value has an object of unknown contents, its outline equals no other outline.
+    If a value has an object of unknown contents, its outline equals no other outline. So has a set of tensors, and a
+    dataclass with attributes beside its fields: :func:`mapped` does not replace what is in them.
     """
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad
@@ -64,11 +65,20 @@ def outline(value: Any) -> Outline:
         return type(value), value
     if isinstance(value, Mapping):
         return type(value), [(name, outline(inner)) for name, inner in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
+    if isinstance(value, list | tuple):
         return type(value), [outline(inner) for inner in value]
+    if isinstance(value, set | frozenset) and all(isinstance(inner, _PLAIN) for inner in value):
+        return type(value), value
     if _is_instance_of_dataclass(value):
-        return type(value), [outline(getattr(value, field.name)) for field in fields(value)]
+        known = _fields(value)
+        if not getattr(value, "__dict__", {}).keys() - known.keys():
+            return type(value), [(name, outline(inner)) for name, inner in known.items()]
     return object()
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """A dataclass's fields that are set."""
+    return {field.name: getattr(value, field.name) for field in fields(value) if hasattr(value, field.name)}
 
 
 def _is_instance_of_dataclass(value: Any) -> bool:

@@ -131,8 +131,8 @@ def all_to_all(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 class Collective(torch.autograd.Function):
     """One collective forward, another one backward.
 
-    The result is a view: torch 2.11 compiles a function that returns a tensor it has written to without a backward
-    pass, and reports no error.
+    The result is a view. If a function returns a tensor that it has written to, torch 2.11 compiles it without its
+    backward pass, and reports no error.
     """
 
     @staticmethod

@@ -1,7 +1,8 @@
 """``Cost``: what a layer costs, declared beside its code; plan, MFU and partition add it up. Pure.
 
-Amounts are those of one tensor rank, for each token of the micro-batch. So what a rank does for its own tokens alone,
-under sequence parallelism, is divided by the number of ranks. Kernels are counted as a compiled layer launches them.
+Amounts are those of one tensor rank, divided by the number of all tokens of the micro-batch. Under sequence
+parallelism, what a rank does for its own tokens alone therefore counts as a fraction: 1 / number of ranks. Kernels are
+counted as a compiled layer launches them.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ class Cost:
     Attributes:
         products: matrix products of the forward pass.
         attention: FLOPs of the forward pass in attention's kernel, for the pairs of tokens that see each other.
-        masked: further FLOPs of that kernel: for pairs that a mask in memory hides, or as many as would fill the time
-            that a slower kernel takes.
+        masked: further FLOPs, which stand for that kernel's lost time: those for pairs that a mask in memory hides; of
+            a slower kernel, those that the fast one could compute in the additional time.
         forward: elements that norms, sums and activation functions read and write in the forward pass.
         backward: elements that they read and write in the backward pass.
         forward_kernels: number of kernels of the forward pass.
         backward_kernels: number of kernels of the backward pass, with the addition to the gradient sums.
         exchanged: elements that a token sends to other ranks of the expert axis in each pass.
-        small_sums: number of sums over the tensor axis of a few numbers a token, in the forward pass; the backward pass
-            has as many.
+        small_sums: number of the forward pass's sums over the tensor axis that have a few numbers a token each; the
+            backward pass has as many.
         kept: bytes that are kept for the backward pass.
         workspace: bytes of the largest gradient inside the layer.
         chunks: number of chunks of tokens in which a layer forms its gradients during the forward pass; 0: it forms

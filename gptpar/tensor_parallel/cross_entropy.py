@@ -149,8 +149,8 @@ class LinearCrossEntropy(torch.autograd.Function):
     """``sum_n weights[n] * cross_entropy(hidden[n] @ weight.T, labels[n])``, and what ``LossTerms`` add to that.
 
     The gradients are formed in the forward pass, already multiplied by ``scale`` (the loss scale over the number of
-    micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects the same scale as the
-    incoming gradient, and corrects the gradients for any other.
+    micro-batches): in fp16 they would vanish if they were scaled later. ``backward`` expects that the incoming gradient
+    is this scale; if it is another number, ``backward`` corrects the gradients.
 
     On a tensor axis ``weight`` holds this rank's range of the vocabulary and ``hidden`` holds all tokens. Every rank
     gets the whole loss. Its gradient of ``hidden`` covers this rank's range alone and has to be summed over the axis.

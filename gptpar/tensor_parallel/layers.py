@@ -109,8 +109,8 @@ class ColumnParallelLinear(SplitLinear):
     Args:
         in_features: width of the input.
         out_features: width of the whole output.
-        parts: the output consists of this many equal parts (2 for a gated MLP). If there are several, the weight has
-            one more dimension in front, so that a slice of its split dimension has equally much of every part.
+        parts: number of equal parts of the output (2 for a gated MLP). The weight counts several parts in a dimension
+            of its own, the first one: the next dimension is split, so that each rank has a share of every part.
         axis, **how: see :class:`SplitLinear`.
     """
 
@@ -164,8 +164,8 @@ class VocabParallelEmbedding(nn.Module):
 
     Attributes:
         split: of the weight's rows, with this rank's range.
-        on_output_grad: is called with the part of the weight's gradient that the LM head contributes, some rows at a
-            time. That is before the backward pass, which adds the contribution of the lookup; see
+        on_output_grad: is called with the LM head's contribution to the weight's gradient, some rows at a time. The
+            calls come before the backward pass, which adds the lookup's contribution; see
             :class:`~gptpar.tensor_parallel.cross_entropy.LinearCrossEntropy`.
     """
 

@@ -32,7 +32,7 @@ from torch.library import CustomOpDef
 from gptpar.tensor_parallel.axis import gather, reduce_scatter, start_gather, start_reduce_scatter
 from gptpar.tensor_parallel.products import PLAIN, add_product, product
 
-# Below this size of the gathered activations, the many small products of a fused transfer cost more than they hide.
+# Of what a transfer gathers or sums: below this, the many small products of a fused one cost more than they hide.
 FUSED_BYTES = 32 << 20
 
 
@@ -58,8 +58,9 @@ def _gather_times(
 
 
 PLACES: WeakValueDictionary[tuple[int, int], Callable[[], torch.Tensor | None]] = WeakValueDictionary()
-"""Where a weight is in memory (:func:`where`) -> returns the memory for its gradient in the running backward pass, of
-the weight's shape, or ``None``. Operators can be given tensors, numbers and texts alone."""
+"""A weight's position in memory (:func:`where`) -> a function, which returns memory of the weight's shape for its
+gradient in the running backward pass, or ``None``. An operator looks it up here, because its arguments can be tensors,
+numbers and texts alone."""
 
 
 def where(weight: torch.Tensor) -> tuple[int, int]:
@@ -233,8 +234,8 @@ def with_backward(
 ) -> CustomOpDef:
     """Register the backward pass of a layer's operator; returns the operator ``name`` of both gradients.
 
-    A second one, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``. The bias's gradient
-    is left to the compiler.
+    A second operator, ``summing_NAME``, returns the gradient of x, and adds the weight's to ``total``. Neither forms
+    the bias's gradient: that is a plain sum, which the compiler can join with what comes before.
 
     Args:
         gradients: a function of the schema's arguments; returns the gradients of x and weight.

@@ -6,7 +6,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from gptpar.engine.tensors import mapped
+from gptpar.engine.tensors import mapped, outline
 
 
 @dataclass(frozen=True)
@@ -26,3 +26,23 @@ def test_all_tensors_of_a_batch_are_changed_in_a_copy(nest) -> None:  # type: ig
     assert torch.equal(found[0] if isinstance(found, tuple) else found, torch.full((3,), 2.0))
     if isinstance(changed, Batch):
         assert changed.length == 4 and torch.equal(batch.tokens, torch.ones(3)) and batch.length == 3
+
+
+@dataclass
+class Masked:
+    tokens: torch.Tensor
+    unset: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = self.tokens != 0
+
+
+def test_what_is_not_replaced_makes_an_outline_of_its_own() -> None:
+    """A recorded step would go on with the first micro-batch's mask, or with a set's tensor."""
+    x = torch.ones(3)
+    assert mapped(Masked(x), lambda y: y + 1).tokens.sum() == 6
+    for make in (lambda: Masked(x), lambda: {x}, lambda: frozenset({x})):
+        assert outline(make()) != outline(make())
+    for make in (lambda: Batch(x), lambda: {"a", 1}, lambda: [x, {"b": (x, 2)}]):
+        assert outline(make()) == outline(make())
+    assert outline({1, 2}) != outline({1, 3})

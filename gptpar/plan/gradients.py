@@ -1,4 +1,4 @@
-"""Decides ``--offload-gradients auto``: has a GPU room for all gradients that the CPU will use? Pure."""
+"""Decides what ``--offload-gradients auto`` becomes: on if the GPU has no room for the gradients. Pure."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from gptpar.plan.memory import stage_memory
 from gptpar.reporting.banner import format_bytes
 
 SHARES = (0.25, 0.5, 0.75)
-"""Shares of the layers whose sums ``auto`` tries to form on the host, before all of them: the fewer, the faster."""
+"""Shares of the layers whose gradients the host adds up. ``auto`` tries them in this order, then all layers: a smaller
+share is faster."""
 
 MARGIN = 0.05
-"""Part of the GPU's memory that stays free while a larger share could be on the host: the prediction's error."""
+"""Fraction of the GPU's memory that each of ``SHARES`` has to leave free, because the prediction has an error."""
 
 
 @dataclass(frozen=True)

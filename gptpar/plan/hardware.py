@@ -55,8 +55,8 @@ class Sustained:
             its arithmetic. They pass the caches, whose speed goes with the processors': an H100, with 70 % of an
             H200's memory bandwidth, multiplies as fast.
         link: fraction of a connection's bandwidth in collectives and sends.
-        overlapped: fraction of a transfer's time that it still costs while it overlaps with computation, because it
-            takes processors and memory bandwidth from it.
+        overlapped: fraction of a transfer's time by which it prolongs a computation that overlaps with it, because the
+            transfer takes processors and memory bandwidth from it.
         kernel: seconds lost at the start and the end of each kernel on the device.
         transfer: seconds until a collective or a send starts beside kernels that fill the device.
         stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. It is below the

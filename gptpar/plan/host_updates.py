@@ -38,8 +38,9 @@ class Layer:
     Attributes:
         forward, backward: seconds for a micro-batch.
         elements: number of elements that the CPU updates.
-        late: number of elements in the looked-up rows of a tied embedding: their gradient is final after the backward
-            pass, that of the other elements at its beginning. ``None``: the gradients of all are final together.
+        late: number of elements in the looked-up rows of a tied embedding, whose gradient is final after the backward
+            pass; that of its other elements is final at the beginning. ``None``: all elements' gradients are final
+            together.
     """
 
     forward: float

@@ -91,10 +91,10 @@ def layers_of(
 
     Args:
         optimizer: says the parameters' groups.
-        tensor: a rank's place, without its group.
+        tensor: a rank's place on the tensor axis, without its process group.
         recomputed: parts of layers that the backward pass computes again.
         mlp_tiles: number of tiles of tokens in which each MLP is computed.
-        experts: a rank's place on the expert axis, likewise.
+        experts: a rank's place on the expert axis, without its process group.
 
     Raises:
         ConfigError: a pattern of the groups matches no parameter.

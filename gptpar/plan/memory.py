@@ -205,10 +205,10 @@ def host_sums_bytes(job: Job, part: StagePart) -> int:
 def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float]) -> Iterator[_Peak]:
     """The instants at which gradients on their way to the host, activations and buffers may take most memory.
 
-    Such a gradient stays on the device until the host has used it, or, where gradients leave at once, until it is
-    copied; a sum over micro-batches does so where it was summed. The device keeps the first layers: when all of the
-    host's gradients are there, the activations of those layers are there still. A tied embedding's partial gradient is
-    there together with all activations.
+    A gradient for the host stays on the device until the host has used it or, where gradients leave at once, until it
+    is copied; a sum over micro-batches stays in the memory where it was formed. The device updates the first layers.
+    Their activations are still kept when all gradients for the host exist. A tied embedding's partial gradient exists
+    together with all activations.
 
     Args:
         groups: the groups of blocks that are recomputed together.
@@ -217,7 +217,7 @@ def _peaks(job: Job, part: StagePart, groups: Groups, kept: Mapping[int, float])
     size = job.offloaded_gradient_size
     there = job.table(part).length(Home.HOST)
     leaving = size * (there if job.num_micro_batches == 1 or job.host_sums else job.early_elements)
-    # Without micro-batches to be summed, gradients of the other units wait for the CPU.
+    # One micro-batch needs no sums: gradients of units outside of the host's share wait on the device for the CPU.
     waiting = job.wide_size * (there - summed_on_host(job, part)) * (job.num_micro_batches == 1 and job.host_sums > 0)
     loss, backward, end = _loss_buffers(job, part), _backward_buffers(job, part, groups), _end_buffers(job, part)
     most = max(loss, backward, end)

@@ -55,7 +55,7 @@ class StepTime:
         matrices: assembling and orthogonalizing matrices (Muon).
         cpu_optimizer: waiting for the CPU's updates, if no step is clipped.
         bus: waiting for weights from the host, and for activations on their way to it and back.
-        host: by how much launching the step takes the host longer than running it takes the device.
+        host: time by which the host launches the step's kernels longer than the device runs them.
     """
 
     stages: Sequence[StageTime]

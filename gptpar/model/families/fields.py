@@ -88,9 +88,13 @@ class HfConfig:
             raise KeyError(name)
         return self._size_of(name, value)
 
-    def size(self, name: str, default: int) -> int:
-        """A size, or its default where the field is missing or ``null``; 1, and a problem noted, if it is none."""
-        value = self._fields.get(name)
+    def size(self, name: str, default: int, missing: int | None = None) -> int:
+        """A size, or its default where the field is ``null``; 1, and a problem noted, if it is none.
+
+        Args:
+            missing: the size where the field is missing; ``None``: the default.
+        """
+        value = self._fields.get(name, missing)
         return default if value is None else self._size_of(name, value)
 
     def _size_of(self, name: str, value: object) -> int:

@@ -16,7 +16,7 @@ def gpt2(config: HfConfig) -> ModelFlags:
     config.require("scale_attn_weights", True, "scores are divided by the root of a head's width")
     config.require("scale_attn_by_inverse_layer_idx", False, "every layer scales its scores alike")
     config.require("add_cross_attention", False, "there is no encoder")
-    config.require("embd_pdrop", config.get("resid_pdrop", 0.1), "one dropout holds for all hidden states")
+    config.require("embd_pdrop", config.get("resid_pdrop", 0.1), "one dropout holds for all hidden states", default=0.1)
     hidden, heads = config["n_embd"], config["n_head"]
     length = config.size("n_positions", config.size("n_ctx", 1024))
     return ModelFlags(

@@ -37,7 +37,7 @@ def gpt_oss(config: HfConfig) -> ModelFlags:
         "softmax_type": "learnable",
         "add_bias_linear": True,
     }
-    return like_llama(config, rope_theta=150_000, norm_eps=1e-5, **options, **windows, **experts)
+    return like_llama(config, query_groups=8, rope_theta=150_000, norm_eps=1e-5, **options, **windows, **experts)
 
 
 def gpt_oss_fields(model: ModelConfig) -> dict[str, Any]:

@@ -16,11 +16,19 @@ from gptpar.model.families.mixtures import expert_names
 from gptpar.model.families.names import WHOLE, WeightNames, Within, part, projections
 
 
-def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float = 1e-6, **options: Any) -> ModelFlags:
+def like_llama(
+    config: HfConfig,
+    *,
+    rope_theta: float = 10000,
+    norm_eps: float = 1e-6,
+    query_groups: int | None = None,
+    **options: Any,
+) -> ModelFlags:
     """The flags that the family's models share.
 
     Args:
         rope_theta, norm_eps: the family's default values.
+        query_groups: ``num_key_value_heads`` where the field is missing; ``None``: all heads, as where it is ``null``.
         **options: further flags.
     """
     gate, positions = config.gate("hidden_act"), config.rotary(rope_theta)
@@ -30,13 +38,14 @@ def like_llama(config: HfConfig, *, rope_theta: float = 10000, norm_eps: float =
             "and turn whole heads: leave it out, or set it to 1."
         )
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups = config.size("num_key_value_heads", heads, query_groups)
     shared: dict[str, Any] = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": hidden,
         "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads,
-        "group_query_attention": config.size("num_key_value_heads", heads) != heads,
-        "num_query_groups": config.size("num_key_value_heads", heads),
+        "group_query_attention": groups != heads,
+        "num_query_groups": groups,
         "kv_channels": config.size("head_dim", hidden // heads),
         "seq_length": config["max_position_embeddings"],
         "max_position_embeddings": config["max_position_embeddings"],

@@ -22,7 +22,9 @@ def mixtral(config: HfConfig) -> ModelFlags:
         config, width=config["intermediate_size"], normalised=True, blocks=[True] * config["num_hidden_layers"]
     )
     window = config.size("sliding_window", 0)
-    return like_llama(config, rope_theta=1_000_000, norm_eps=1e-5, window_size=window or None, **experts)
+    return like_llama(
+        config, query_groups=8, rope_theta=1_000_000, norm_eps=1e-5, window_size=window or None, **experts
+    )
 
 
 def mixtral_fields(model: ModelConfig) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from gptpar.model.families.llama import fields_like_llama, like_llama
 
 def qwen2(config: HfConfig) -> ModelFlags:
     """The flags of a ``Qwen2ForCausalLM``."""
-    return like_llama(config, add_qkv_bias=True, **config.windows())
+    return like_llama(config, query_groups=32, add_qkv_bias=True, **config.windows())
 
 
 def qwen2_fields(model: ModelConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ def qwen3(config: HfConfig) -> ModelFlags:
     """The flags of a ``Qwen3ForCausalLM``."""
     config.require("attention_bias", False, "biases are in all linear layers, in the QKV projection alone, or in none")
     head_width = config.size("head_dim", 128)
-    return like_llama(config, kv_channels=head_width, qk_layernorm=True, **config.windows())
+    return like_llama(config, query_groups=32, kv_channels=head_width, qk_layernorm=True, **config.windows())
 
 
 def qwen3_fields(model: ModelConfig) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def qwen3_moe(config: HfConfig) -> ModelFlags:
     )
     # Its windows are in all layers or in none, whatever max_window_layers says.
     window = config["sliding_window"] if config.get("use_sliding_window", False) else None
-    return like_llama(config, qk_layernorm=True, window_size=window, **experts)
+    return like_llama(config, query_groups=4, qk_layernorm=True, window_size=window, **experts)
 
 
 def qwen3_moe_fields(model: ModelConfig) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def smollm3(config: HfConfig) -> ModelFlags:
         config.problems.append(f"no_rope_layers has {len(pattern)} numbers, and the model has {layers} layers.")
     return like_llama(
         config,
+        query_groups=4,
         rope_theta=2_000_000,
         add_bias_linear=biases,
         untie_embeddings_and_output_weights=not config.get("tie_word_embeddings", True),

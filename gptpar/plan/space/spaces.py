@@ -275,12 +275,12 @@ GRADIENTS_LEAVE = (
         "parameters and gradients on the host",
     ),
 )
-"""Gradients that are no sums: in one process whose micro-batch is the whole batch."""
+"""Options whose gradients are no sums; they need one process whose micro-batch is the whole batch."""
 
 
 def to_prove(flags: Flags, num_processes: int) -> Iterator[Candidate]:
     """Every layout x ZeRO stage x token split x schedule x recomputation or offload."""
-    # Micro-batches of another size have other masks, and other losses that balance each of them.
+    # Another micro-batch size has other dropout masks, and other balancing losses, one for each micro-batch.
     if num_processes == 1 and not flags.model.has_dropout and not flags.model.balances_micro_batches:
         whole_batch = {d.MICRO_BATCH: flags.batch.global_batch_size or flags.batch.micro_batch_size}
         for option in GRADIENTS_LEAVE:

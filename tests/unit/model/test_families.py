@@ -245,6 +245,19 @@ def test_logits_equal_theirs(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
 
 
+OF_KIND = {case["model_type"]: case for case in CASES.values() if "num_key_value_heads" in case}
+
+
+@pytest.mark.parametrize("kind", OF_KIND)
+def test_missing_key_value_heads_count_as_theirs(kind: str) -> None:
+    fields = {**OF_KIND[kind], "num_attention_heads": 64, "hidden_size": 1024}
+    del fields["num_key_value_heads"]
+    config = transformers.AutoConfig.for_model(**fields)
+    written = {name: value for name, value in config.to_dict().items() if name != "num_key_value_heads"}
+    assert flags_of(written).num_query_groups == getattr(config, "num_key_value_heads", 64)
+    assert flags_of(written | {"num_key_value_heads": None}).num_query_groups == 64  # where theirs takes it
+
+
 SCALED = ("linear", "dynamic", "llama3", "yarn")
 
 

@@ -25,7 +25,9 @@ from gptpar.system.processes import is_running
 HINT_NAME = "latest_checkpointed_iteration.txt"
 DEAD_AFTER_SECONDS = 600
 
-_PUBLISHED = re.compile(r"iter_(\d{7,})")
+PUBLISHED = re.compile(r"iter_(\d{7,})")
+"""The name of a published checkpoint's folder; the group is its iteration."""
+
 _MOVED_ASIDE = re.compile(r"iter_\d{7,}\.damaged-\d+")
 _TEMPORARY = re.compile(r"iter_\d{7,}\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]+")
 
@@ -41,7 +43,7 @@ def find_checkpoints(root: str | Path) -> list[tuple[int, Path]]:
         entries = [path for path in Path(root).iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(match[1]), path) for path in entries if (match := _PUBLISHED.fullmatch(path.name))]
+    found = [(int(match[1]), path) for path in entries if (match := PUBLISHED.fullmatch(path.name))]
     return sorted(found, reverse=True)
 
 

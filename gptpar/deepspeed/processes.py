@@ -34,7 +34,8 @@ def init_distributed(
     WORLD_SIZE), which programs read.
 
     Args:
-        dist_backend: default: NCCL for tensors on GPUs, gloo for others.
+        dist_backend: default, and ``nccl``: NCCL for tensors on GPUs, gloo for others. ``gloo``: engines are on the
+            CPU.
         auto_mpi_discovery, verbose, config: without effect: mpirun's processes without RANK and WORLD_SIZE are refused.
         distributed_port: of the first process, if the environment has no ``MASTER_PORT``.
         timeout: how long collectives wait for other processes.
@@ -42,7 +43,7 @@ def init_distributed(
         dist_init_required: ``False``: the program has initialised it already.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: ``dist_init_required`` is ``False``, and torch.distributed is not initialised.
         GptparError: the environment is wrong, or the processes did not meet.
     """
     if dist.is_initialized():
@@ -54,18 +55,20 @@ def init_distributed(
                 "torch.distributed.init_process_group first, or leave dist_init_required out."
             ]
         )
-    backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    backend = dist_backend
+    if backend in (None, "nccl"):
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if init_method is not None:
         dist.init_process_group(backend, init_method, timeout, world_size, rank)
         return
     if rank >= 0 and world_size > 0:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
-    if "RANK" not in os.environ:
-        world_from_environment()  # refuses several processes without ranks: each would train by itself
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        world_from_environment()  # refuses one without the other, and processes that would each train by themselves
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
     if os.environ["WORLD_SIZE"] == "1":
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     else:
-        join_world(timeout.total_seconds() / 60)
+        join_world(timeout.total_seconds() / 60, backend)

@@ -81,7 +81,7 @@ class CudaRNGStatesTracker:
             GptparError: there is no such state.
         """
         if name not in self.states_:
-            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_random().manual_seed(seed) before"
+            known = ", ".join(self.states_) or "none; call model_parallel_cuda_manual_seed(seed) first"
             raise GptparError(f"there is no random state {name!r}; known: {known}.")
         with _kept():
             _random().set_rng_state(self.states_[name])

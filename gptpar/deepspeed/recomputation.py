@@ -33,7 +33,8 @@ def configure(
     """Choose how :func:`checkpoint` keeps the inputs of what it recomputes.
 
     Args:
-        mpu_: its rank among the processes that divide a layer chooses the seed of their random numbers.
+        mpu_: its rank among the processes that divide a layer chooses the seed of their random numbers; default:
+            the one of an earlier call.
         partition_activations: without effect: no other process has the same activations.
         deepspeed_config: a path or a dictionary, whose section ``activation_checkpointing`` counts.
         contiguous_checkpointing, num_checkpoints, synchronize, profile: without effect: torch's allocator is enough.
@@ -46,7 +47,7 @@ def configure(
     if contiguous_checkpointing and not (num_checkpoints or section.get("number_checkpoints")):
         raise ConfigError(["contiguous_checkpointing needs num_checkpoints: give both, or leave both out."])
     in_cpu = section.get("cpu_checkpointing", False) if checkpoint_in_cpu is None else checkpoint_in_cpu
-    _configured.update(keep=Keep(host=HostActivations() if in_cpu else None), mpu=mpu_)
+    _configured.update(keep=Keep(host=HostActivations() if in_cpu else None), mpu=mpu_ or _configured.get("mpu"))
 
 
 def is_configured() -> bool:

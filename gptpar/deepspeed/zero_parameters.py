@@ -83,7 +83,8 @@ class Init:
 
     Args:
         module: a model that exists already: its parameters get DeepSpeed's attributes and keep their values.
-        data_parallel_group, sequence_data_parallel_group, mpu: describe the processes: data parallelism over all.
+        data_parallel_group, sequence_data_parallel_group, mpu: describe the processes, which must be data-parallel
+            alone, all in one group.
         remote_device: ``cpu``, a GPU or none: the configuration's ``offload_param`` says where parameters are.
         enabled: whether the context does anything.
         dtype: of the floating-point parameters at the end of the context, whose values are rounded to it; default:

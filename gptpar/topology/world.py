@@ -121,21 +121,23 @@ def require_same_start(facts: Mapping[str, str]) -> None:
     require_same({**code, **facts}, "give the processes of all machines the same.")
 
 
-def join_world(timeout_minutes: float) -> tuple[int, torch.device]:
+def join_world(timeout_minutes: float, backend: str | None = None) -> tuple[int, torch.device]:
     """Join the other processes, unless the caller has already; returns this process's rank and device.
 
     Args:
         timeout_minutes: how long collectives wait for other processes.
+        backend: torch's name of one; default: NCCL for tensors on GPUs, gloo for others.
 
     Raises:
         GptparError: the environment is wrong, or the processes did not meet.
     """
     if not dist.is_initialized():
         rank, place, world_size = world_from_environment()
-        device = _device_of(place) if torch.cuda.is_available() else torch.device("cpu")
+        on_gpu = torch.cuda.is_available() and backend != "gloo"
+        device = _device_of(place) if on_gpu else torch.device("cpu")
         if world_size > 1:
-            on_gpu = device.type == "cuda"
-            _meet("cpu:gloo,cuda:nccl" if on_gpu else "gloo", datetime.timedelta(minutes=timeout_minutes))
+            backend = backend or ("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+            _meet(backend, datetime.timedelta(minutes=timeout_minutes))
         return rank, device
     on_gpu = torch.cuda.is_available() and "nccl" in dist.get_backend_config()
     return dist.get_rank(), _device_of(local_rank(os.environ)) if on_gpu else torch.device("cpu")

@@ -52,6 +52,21 @@ def test_tags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.fast
+def test_a_tag_like_a_checkpoints_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is a tag, and no number: neither a link of that name nor later checkpoints are counted by it."""
+    engine = make(mlp())
+    for client in (1, 2):
+        train(engine, 0, 1)
+        engine.save_checkpoint(tmp_path, tag="iter_0000200", client_state=client)
+        for tag in (None, "iter_0000200"):
+            assert engine.load_checkpoint(tmp_path, tag) == (str(tmp_path / f"iter_000000{client}"), client)
+    engine.save_checkpoint(tmp_path, tag="iter_200")
+    assert [number for number, _ in find_checkpoints(tmp_path)] == [3, 2] and (tmp_path / "iter_200").is_symlink()
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("iter_0000200")]
+    assert "damaged" not in capsys.readouterr().out
+
+
+@pytest.mark.fast
 def test_another_seed_is_not_taken_for_the_same_checkpoint(tmp_path: Path) -> None:
     make(mlp(0)).save_checkpoint(tmp_path)
     other = make(mlp(1))

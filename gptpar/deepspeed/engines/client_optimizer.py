@@ -38,10 +38,9 @@ def groups_of(
     """(the parameter groups, the options with the update of their elements).
 
     A group has ``params`` (a list), the optimizer's hyperparameters, and further keys that users add. Groups are the
-    client's own dictionaries, as torch's optimizers keep them, so that a scheduler that the client has built over an
-    optimizer of these groups changes their learning rates. Frozen parameters stay in the groups that name them.
-    Trainable ones that no group names are not trained, as in DeepSpeed, and a warning names them. Without any optimizer
-    there is one empty group.
+    client's own dictionaries: a scheduler over the client's optimizer, which holds the same ones, changes the learning
+    rates here. Frozen parameters stay in the groups that name them. Trainable ones that no group names are not trained,
+    as in DeepSpeed, and a warning names them. Without any optimizer there is one empty group.
 
     Args:
         optimizer: the client's, which has not stepped, or a function (or class) that makes one of parameters.
@@ -93,7 +92,10 @@ def _listed(params: Any, model: nn.Module) -> list[Any]:
     if params is None:
         return [p for p in model.parameters() if p.requires_grad]
     given = [params] if isinstance(params, dict | torch.Tensor) else [*params]
-    for group in (one for one in given if isinstance(one, dict)):
+    groups = {place: one for place, one in enumerate(given) if isinstance(one, dict)}
+    if lacking := [place for place, group in groups.items() if not isinstance(group.get("params"), Iterable)]:
+        raise ConfigError([f'model_parameters: group {place} has no list "params": add one.' for place in lacking])
+    for group in groups.values():
         group["params"] = _nameless(tensors_of([group])[0][0]["params"])
     return _nameless(given)
 

@@ -34,6 +34,7 @@ def make_loader(
     *,
     micro_batch_size: int | None = None,
     num_workers: int = 0,
+    shuffle: bool = True,
 ) -> DataLoader[Any]:
     """A loader of this process's micro-batches, in a new order in each epoch that depends on ``options.seed``.
 
@@ -47,6 +48,7 @@ def make_loader(
         collate_fn: makes a micro-batch of a list of samples; default: torch's.
         micro_batch_size: default: that of ``options``.
         num_workers: processes that load; 0: this one.
+        shuffle: ``False``: each epoch has the data set's order.
 
     Raises:
         GptparError: the data set has no length and there are several processes, or it has too few samples for one
@@ -75,7 +77,8 @@ def make_loader(
             f"training_data has {samples} samples, fewer than one micro-batch of {size} on each of {world} "
             "process(es): use more data, or lower train_micro_batch_size_per_gpu."
         )
-    return loader_of(sampler=EpochSampler(dataset, world, rank, seed=options.seed, drop_last=options.drop_last))
+    order: dict[str, Any] = {"shuffle": shuffle, "seed": options.seed, "drop_last": options.drop_last}
+    return loader_of(sampler=EpochSampler(dataset, world, rank, **order))
 
 
 class RepeatingLoader(Generic[Batch]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data.distributed import DistributedSampler
 
 from gptpar.deepspeed.engines.dataset import make_loader
 from gptpar.deepspeed.engines.engine_state import EngineState
@@ -160,19 +160,18 @@ class DeepSpeedGetters(EngineState):
             dataset: has a length, unless there is one process.
             batch_size: samples of a micro-batch; default: the engine's.
             route: ``train`` (a new order in each epoch), ``eval`` or ``predict`` (the data set's order).
-            pin_memory: without effect: it is pinned for a GPU.
+            pin_memory: without effect: micro-batches are in pinned memory where there is a GPU.
             data_sampler: the order, instead of these.
             collate_fn: makes a micro-batch of samples.
             num_local_io_workers: processes that load.
         """
         size = self.options.batch.micro_batch_size if batch_size is None else batch_size
-        workers, place = num_local_io_workers or 0, (self.topology.position(DATA), self.topology.mesh.data)
-        if route == "train" and data_sampler is None:
-            more = {"micro_batch_size": size, "num_workers": workers}
-            return make_loader(dataset, self.options, *place, collate_fn, **more)
-        if data_sampler is None:
-            data_sampler = DistributedSampler(dataset, place[1], place[0], shuffle=False)
-        return DataLoader(dataset, size, sampler=data_sampler, collate_fn=collate_fn, num_workers=workers)
+        more: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_local_io_workers or 0}
+        if data_sampler is not None:
+            return DataLoader(dataset, size, sampler=data_sampler, pin_memory=torch.cuda.is_available(), **more)
+        trains, place = route == "train", (self.topology.position(DATA), self.topology.mesh.data)
+        options = self.options if trains else replace(self.options, drop_last=False)
+        return make_loader(dataset, options, *place, micro_batch_size=size, shuffle=trains, **more)
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Let ``train_batch()`` without an argument take its micro-batches from an iterator, until it ends."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -95,7 +96,8 @@ class RecordedWork:
 
 def _warn(reason: Exception) -> None:
     said = first_line(reason)
-    frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if "/torch/" not in frame.filename]
+    torchs = os.path.join(os.path.dirname(torch.__file__), "")  # the environment's folder may be named so, too
+    frames = [frame for frame in traceback.extract_tb(reason.__traceback__) if not frame.filename.startswith(torchs)]
     warnings.warn(
         f"train_batch launches each step kernel by kernel, because recording it as a graph failed: {said} "
         f"({frames[-1].filename}:{frames[-1].lineno}). A recorded step must not wait for the device; "

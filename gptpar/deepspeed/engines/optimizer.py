@@ -156,7 +156,8 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """A copy of the master weights that this process updates, [n] of each group; the name is DeepSpeed's."""
-        return [torch.cat([self._local_weights(one) for one in group["params"]]) for group in self.param_groups]
+        flat = [[self._local_weights(one) for one in group["params"]] for group in self.param_groups]
+        return [torch.cat(parts or [torch.empty(0)]) for parts in flat]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 

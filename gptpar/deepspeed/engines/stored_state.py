@@ -179,7 +179,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
 """Field of :class:`StoredState` -> a function that checks whether a value can be the field's."""
 
 _OLDER_LACK = ("skip_step", "frozen", "missed", "complex_buffers")
-"""Fields that need not be there: older checkpoints lack all but the first."""
+"""Fields that may be missing: ``skip_step`` where no step is judged, the others in older checkpoints."""
 
 
 # Groups of the optimizer.

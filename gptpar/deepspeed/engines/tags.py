@@ -4,9 +4,11 @@
     save_dir/latest                      the tag that is loaded by default, as DeepSpeed writes it
     save_dir/TAG                         a link to the checkpoint, by which programs look for DeepSpeed's
 
-A checkpoint's number is ``global_steps``; if that is not above the newest's number, it is the newest's plus one. So the
-checkpoint that was saved last is the newest. Saving under an existing tag replaces that checkpoint, as in DeepSpeed,
-but only after the new one has been verified.
+A tag like iter_0000200 gets no link, which would count as a checkpoint of that number; a load finds its checkpoint.
+
+A checkpoint's number is ``global_steps``, or the newest checkpoint's number plus one if that is larger. So the last
+saved checkpoint has the highest number. Saving under an existing tag replaces that checkpoint, as in DeepSpeed, but
+only after the new one has been verified.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import warnings
 from pathlib import Path
 
 from gptpar.checkpoint import DamagedCheckpoint, find_checkpoints, read_manifest
+from gptpar.checkpoint.folders import PUBLISHED
 from gptpar.checkpoint.manifest import MANIFEST_NAME
 from gptpar.checkpoint.ranks import Ranks
 from gptpar.deepspeed.engines.stored_state import tag_of
@@ -65,9 +68,9 @@ def _tagged(folder: Path) -> list[Tagged]:
 
 
 def link_tag(folder: Path, tag: str, checkpoint: Path) -> None:
-    """Let ``folder/TAG`` lead to a checkpoint, unless something else has that name or the disk has no links."""
+    """Let ``folder/TAG`` lead to a checkpoint, unless that is a checkpoint's own name, or taken, or links fail."""
     link = folder / tag
-    if link.parent != folder or tag == LATEST:
+    if link.parent != folder or tag == LATEST or PUBLISHED.fullmatch(tag):
         return
     with contextlib.suppress(OSError):
         if link.is_symlink():

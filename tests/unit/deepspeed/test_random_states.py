@@ -47,6 +47,16 @@ def test_the_two_states_have_megatrons_seeds() -> None:
     assert inside == [drawn()]
 
 
+def test_another_configuration_keeps_the_processes_that_divide_a_layer() -> None:
+    checkpointing.configure(mpu(3))
+    checkpointing.configure(None, checkpoint_in_cpu=True)
+    checkpointing.model_parallel_cuda_manual_seed(7)
+    with checkpointing.get_cuda_rng_tracker().fork():
+        inside = drawn()
+    torch.manual_seed(7 + 2718 + 3)
+    assert inside == drawn()
+
+
 def test_a_state_goes_on_where_it_was_left() -> None:
     tracker = checkpointing.CudaRNGStatesTracker()
     tracker.add("a", 1)
@@ -62,6 +72,9 @@ def test_a_state_goes_on_where_it_was_left() -> None:
         with pytest.raises(GptparError, match=f"random state '{name}' with seed {seed}: the name or the seed is taken"):
             tracker.add(name, seed)
     with pytest.raises(GptparError, match="no random state 'model-parallel-rng'; known: a"), tracker.fork():
+        pass
+    known = r"known: none; call model_parallel_cuda_manual_seed\(seed\) first"
+    with pytest.raises(GptparError, match=known), checkpointing.get_cuda_rng_tracker().fork():
         pass
 
 

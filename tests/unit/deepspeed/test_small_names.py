@@ -17,6 +17,7 @@ from gptpar.deepspeed.utils.torch import required_torch_version
 import gptpar.deepspeed as deepspeed
 from gptpar.deepspeed.engines.schedulers import OneCycle
 from gptpar.errors import GptparError
+from gptpar.topology import world
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +143,34 @@ def test_processes_of_mpirun_without_ranks_do_not_each_train_by_themselves(monke
     assert "RANK" not in os.environ and not dist.is_initialized()
 
 
+@pytest.mark.parametrize("given", [{"RANK": "0"}, {"WORLD_SIZE": "2"}])
+def test_half_of_a_launchers_variables_is_refused(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(GptparError, match="of RANK and WORLD_SIZE only one is set. Start the processes with torchrun"):
+        deepspeed.init_distributed()
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [(None, "cpu:gloo,cuda:nccl"), ("nccl", "cpu:gloo,cuda:nccl"), ("gloo", "gloo"), ("cuda:nccl", "cuda:nccl")],
+)
+def test_several_processes_meet_by_the_backend_that_was_asked_for(
+    given: str | None, wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    devices, backends = [], []
+    monkeypatch.setattr(world, "_device_of", lambda place: devices.append(place) or torch.device("cuda", place))
+    monkeypatch.setattr(world, "_meet", lambda backend, timeout: backends.append(backend))
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    deepspeed.init_distributed(given)
+    assert backends == [wanted] and devices == [1] * (given != "gloo")
+
+
 def test_versions_of_torch_are_compared_by_number() -> None:
     assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
     assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)
@@ -207,13 +236,14 @@ def test_programs_may_remove_the_hooks_of_zero3_while_a_model_generates() -> Non
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_optimizer_has_the_master_weights_of_this_process(stage: int) -> None:
     model = torch.nn.Linear(3, 2)
-    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}]
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias], "lr": 0.2}, {"params": []}]
     config = {"train_batch_size": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
     engine: Any = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=config)[0]
     engine.backward(engine(torch.ones(1, 3).bfloat16()).float().sum())
     engine.step()
     whole = [deepspeed.utils.safe_get_full_fp32_param(one).flatten() for one in engine.module.parameters()]
-    assert all(map(torch.equal, engine.optimizer.fp32_partitioned_groups_flat, whole)) and len(whole) == 2
+    assert all(map(torch.equal, engine.optimizer.fp32_partitioned_groups_flat, [*whole, torch.empty(0)]))
+    assert [len(one) for one in engine.optimizer.fp32_partitioned_groups_flat] == [6, 2, 0]
     assert not torch.equal(whole[0], whole[0].bfloat16().float())  # masters, and not the model's parameters
     assert engine.sparse_tensor_module_names == set() and engine.empty_partition_cache() is None
     engine.destroy()

@@ -1,13 +1,14 @@
 """What an engine tells of itself, by DeepSpeed's names, and the batch size that changes between two steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 import gptpar
 from gptpar.deepspeed.engines.engine import ModuleEngine
@@ -147,6 +148,26 @@ def test_loaders_of_other_data(more: dict[str, Any]) -> None:
     orders = [torch.cat(list(loader)).tolist() for loader in [engine.deepspeed_io(data, **more)] * 3]  # type: ignore[arg-type]
     assert len(set(map(tuple, orders))) == 3 and all(sorted(order) == data for order in orders)
     assert torch.cat(list(engine.deepspeed_io(data, route="eval", **more))).tolist() == data  # type: ignore[arg-type]
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(7))
+
+
+@pytest.mark.parametrize("route", ["eval", "predict"])
+def test_a_stream_is_evaluated_whole(route: str) -> None:
+    """By one process, which needs no sampler for that; the samples that fill no micro-batch, too."""
+    loader = make_engine().deepspeed_io(Stream(), route=route)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+@pytest.mark.parametrize("more", [{}, {"route": "eval"}, {"data_sampler": range(6)}])
+def test_micro_batches_are_pinned_for_a_gpu(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        assert engine.deepspeed_io(list(range(12)), **more).pin_memory == there  # type: ignore[arg-type]
 
 
 def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:

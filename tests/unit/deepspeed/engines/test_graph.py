@@ -15,7 +15,7 @@ from torch import nn
 import gptpar
 from gptpar.adapter.options import read_options
 from gptpar.deepspeed.engines.engine import ModuleEngine
-from gptpar.deepspeed.engines.graph import LAUNCHED_STEPS, RecordedWork, check_graph, wants_graph
+from gptpar.deepspeed.engines.graph import LAUNCHED_STEPS, RecordedWork, _warn, check_graph, wants_graph
 from gptpar.errors import ConfigError
 from tests.python_recorder import PythonRecorder
 
@@ -239,6 +239,19 @@ def test_a_failing_recording_in_the_backward_pass() -> None:
         found = train(recorded, batches(), 6)
     assert found == train(launched, batches(), 6) and recorder.recordings == 1
     assert_same(recorded, launched)
+
+
+def test_a_warning_names_the_users_line_in_an_environment_of_torchs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/envs/torch/lib/torch/__init__.py")
+    names: dict[str, Any] = {}
+    exec(compile("def inner(): raise RuntimeError('waits')", "/envs/torch/lib/torch/inner.py", "exec"), names)
+    exec(compile("\ndef users(): inner()", "/envs/torch/lib/users.py", "exec"), names)
+    with pytest.raises(RuntimeError) as caught:
+        names["users"]()
+    assert caught.value.__traceback__ is not None
+    error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file's frame
+    with pytest.warns(UserWarning, match=r"failed: waits \(/envs/torch/lib/users.py:2\)\. A recorded step"):
+        _warn(error)
 
 
 def test_an_error_while_recording_is_the_users_own() -> None:

@@ -176,6 +176,10 @@ def test_parameters_that_cannot_be() -> None:
         "passed, too.",
         "beta 1.5 is not in [0, 1)",
     ]
+    lacking = [{"lr": 1e-3}, {"params": [module[0].weight]}, {"params": 5}]
+    assert problems(None, lacking, module) == [
+        f'model_parameters: group {place} has no list "params": add one.' for place in (0, 2)
+    ]
     for parameter in module.parameters():
         parameter.requires_grad_(False)
     assert problems(None, None, module) == [

@@ -326,7 +326,7 @@ class Sections:
     """Sections by name. They are frozen: another value makes a new whole."""
 
     def update(self, section: str, **values: Any) -> Self:
-        """A copy in which fields of one section have new values."""
+        """A copy with new values for fields of one section."""
         changed = dataclasses.replace(getattr(self, section), **values)
         return dataclasses.replace(self, **{section: changed})
 

@@ -33,7 +33,7 @@ class Accelerator:
         return self._name if device_index is None or not self._is_gpu else f"{self._name}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which a device is the current one; without a number, it changes nothing."""
+        """A context that makes a device the current one; without a number, one that changes nothing."""
         return torch.cuda.device(device_index) if self._is_gpu else contextlib.nullcontext()
 
     def current_device(self) -> int:

@@ -268,8 +268,8 @@ class Attention(nn.Module):
     def _pairs(self, batch: BatchShape) -> tuple[float, float, float]:
         """Per token: mean number of keys that it sees, number of lost keys, bytes of its mask.
 
-        Lost keys express lost time: so many more keys could be computed in it. Time is lost where only a mask hides
-        tokens, and in flash attention of variable length, which is slower.
+        The number of lost keys measures lost time: so many further keys could be computed in that time. A mask in
+        memory loses time, and so does flash attention of variable length, which is slower.
         """
         length, has_documents = batch.seq_length, batch.document_lengths is not None
         lengths, window = batch.document_lengths or (length,), self.window or length

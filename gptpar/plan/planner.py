@@ -152,8 +152,12 @@ class Plan:
 
 def _usual(name: str) -> Any:
     """A field's default; that of the number of virtual stages is 1."""
+    return 1 if name == VIRTUAL_STAGES else _value(Flags(), name)
+
+
+def _value(flags: Flags, name: str) -> Any:
     section, key = name.split(".")
-    return 1 if name == VIRTUAL_STAGES else getattr(getattr(Flags(), section), key)
+    return getattr(getattr(flags, section), key)
 
 
 class Planner:
@@ -190,12 +194,8 @@ class Planner:
         changes = {**self.chosen, **(changes or {})}
         config = configured(with_changes(self.typed, changes), self.world_size)
         job = Job(config, config.parallel.mesh(self.world_size), document_lengths=self.document_lengths)
-        kept = [(name, getattr(getattr(self.typed, name.split(".")[0]), name.split(".")[1])) for name in changes]
-        left_out = tuple(
-            flag_name(name.split(".")[1])
-            for name, value in kept
-            if name in self.given and changes[name] == _usual(name) != value
-        )
+        back = [name for name, value in changes.items() if value == _usual(name) != _value(self.typed, name)]
+        left_out = tuple(flag_name(name.split(".")[1]) for name in back if name in self.given)
         plan = self._with_gradients(Plan(job, self.cluster, changes, left_out=left_out))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan
 

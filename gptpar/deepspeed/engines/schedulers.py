@@ -116,7 +116,7 @@ class OneCycle(StepScheduler):
 
     @property
     def step_ratio(self) -> float:
-        """Steps in which the rate grows, divided by the steps of the whole cycle."""
+        """The fraction of a cycle's steps in which the rate grows."""
         first, second = self.cycle_first_step_size, self.cycle_second_step_size
         return first / (first + (first if second is None else second))
 

@@ -30,7 +30,7 @@ class Places(NamedTuple):
     Attributes:
         tokens_M: the token of each row.
         rows_NK: the row of each token's K copies.
-        choices_M: each row's index in ``rows_NK.flatten()``, of which this is the inverse permutation.
+        choices_M: for each row its index in ``rows_NK.flatten()``: the inverse permutation.
         counts_E: int64, rows of each expert. Further rows are of no expert, and may hold any numbers.
         taken_NK: bool, whether a copy has an expert; ``None``: all have one.
     """

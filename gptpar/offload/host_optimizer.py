@@ -259,10 +259,10 @@ class HostOptimizer:
         """Number of steps in which a speculation was wrong."""
         return self.shared.num_redone
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds that the kernel's updates and additions took."""
-        return self.shared.busy_s + (0.0 if self.sums is None else self.sums.busy_s)
+    def busy_s(self) -> tuple[float, float]:
+        """Seconds that the kernel's updates and additions took, and those that the updates took."""
+        updating = self.shared.busy_s
+        return updating + (0.0 if self.sums is None else self.sums.busy_s), updating
 
     @contextlib.contextmanager
     def without_speculation(self) -> Iterator[None]:

@@ -39,8 +39,7 @@ def floors(job: Job, cluster: Cluster) -> Floors:
     parts, s = dict.fromkeys(job.stages), cluster.sustained
     update = host_updates.speed_of(job, cluster).update if job.ratio else 0.0
     rate = min(s.host_rate, s.host_rate_together / min(cluster.gpus_per_node, job.mesh.world_size))
-    # Each micro-batch's copy is written and read, the sum is read and written.
-    addition = job.num_micro_batches * 2 * (job.offloaded_gradient_size + job.wide_size) / rate
+    addition = job.num_micro_batches * host_updates.addition_bytes(job) / rate
     return Floors(
         products=job.num_micro_batches * max(_products(job, cluster, part) for part in parts),
         bus=max(_bus(job, part) for part in parts),

@@ -7,7 +7,7 @@ blocks), once for all layouts. Other GPUs are assumed to reach the same fraction
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gptpar.errors import ConfigError
 from gptpar.system.files import facts_in
@@ -158,6 +158,7 @@ def make_cluster(
     host_memory: float | None = None,
     link_bandwidth: float | None = None,
     network_bandwidth: float = 50.0,
+    host_bandwidth: float | None = None,
     gpus_per_node: int = 8,
 ) -> Cluster:
     """A cluster of one kind of GPU.
@@ -169,6 +170,8 @@ def make_cluster(
         host_memory: GiB of a machine.
         link_bandwidth: GB/s between the GPUs of a machine, instead of the preset's.
         network_bandwidth: GB/s between machines for each GPU.
+        host_bandwidth: GB/s of host memory that one process's CPU optimizer reaches, instead of
+            :attr:`Sustained.host_rate`; the other rates of the host change by the same factor.
         gpus_per_node: GPUs in a machine.
 
     Raises:
@@ -178,6 +181,8 @@ def make_cluster(
     peak = peak_flops(sheet.device, dtype)
     if peak is None:
         raise ConfigError([f"--gpu {gpu} has no known speed in {dtype}: choose --bf16, --fp16, fp32 or another GPU."])
+    faster = 1.0 if host_bandwidth is None else host_bandwidth * 1e9 / SUSTAINED.host_rate
+    rates = ("host_rate", "host_rate_aside", "host_rate_together")
     return Cluster(
         name=gpu,
         peak=peak,
@@ -187,6 +192,7 @@ def make_cluster(
         network_bandwidth=network_bandwidth * 1e9,
         gpus_per_node=gpus_per_node,
         host_memory=host_memory * GIB if host_memory else None,
+        sustained=replace(SUSTAINED, **{name: faster * getattr(SUSTAINED, name) for name in rates}),
     )
 
 

@@ -122,15 +122,24 @@ def speculated_elements(job: Job, cluster: Cluster, part: StagePart) -> float:
     return min(state.elements, max(0.0, free - state.num_bytes - transfers - kept) / state.element_bytes)
 
 
+def update_bytes(job: Job) -> float:
+    """Bytes of host memory that the update of an element reads and writes."""
+    states = [job.host_state(part) for part in dict.fromkeys(job.stages)]
+    elements = sum(state.elements + state.later for state in states)
+    gradient = job.wide_size if job.host_sums else job.offloaded_gradient_size
+    return 2 * sum(state.num_bytes for state in states) / max(1, elements) + WEIGHT_BYTES + gradient
+
+
+def addition_bytes(job: Job) -> int:
+    """Bytes of host memory that the addition of an element moves: its copy arrives and is read, the sum is both."""
+    return 2 * (job.offloaded_gradient_size + job.wide_size)
+
+
 def speed_of(job: Job, cluster: Cluster) -> HostSpeed:
     """The speed on a cluster, where a machine's processes share the bandwidth of its memory."""
     s = cluster.sustained
     slower = max(1.0, _processes(job, cluster) * s.host_rate / s.host_rate_together)
-    states = [job.host_state(part) for part in dict.fromkeys(job.stages)]
-    elements = sum(state.elements + state.later for state in states)
-    moved = 2 * sum(state.num_bytes for state in states) / max(1, elements) + WEIGHT_BYTES
-    moved += job.wide_size if job.host_sums else job.offloaded_gradient_size
-    update, speculate = (slower * moved / rate for rate in (s.host_rate, s.host_rate_aside))
+    update, speculate = (slower * update_bytes(job) / rate for rate in (s.host_rate, s.host_rate_aside))
     return HostSpeed(update, speculate, s.host_pause, job.offloaded_gradient_size / s.bus, job.element_size / s.bus)
 
 
@@ -147,7 +156,7 @@ def adding(job: Job, cluster: Cluster, part: StagePart, forward: float, backward
         return 0.0
     s, size = cluster.sustained, job.offloaded_gradient_size
     rate = ADDING_SHARE * min(s.host_rate, s.host_rate_together / _processes(job, cluster))
-    each = summed_on_host(job, part) * max((2 * size + 2 * job.wide_size) / rate, size / s.bus)
+    each = summed_on_host(job, part) * max(addition_bytes(job) / rate, size / s.bus)
     return job.num_micro_batches * max(0.0, each - backward - min(forward, each / SUMMED_PART))
 
 

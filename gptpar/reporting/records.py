@@ -27,6 +27,7 @@ class CpuOptimizerTimes:
     Attributes:
         waited: milliseconds for which the training loop waited for parameters that were not updated yet.
         busy: milliseconds for which the CPU optimizer worked, whether beside the device or not.
+        updating: milliseconds of these in which it updated, and did not add gradients.
         redone: number of steps that it computed again, because its speculation was wrong.
         num_updated: number of elements that it updated.
         num_ahead: number of those that it had updated before the gradient's norm was known.
@@ -34,6 +35,7 @@ class CpuOptimizerTimes:
 
     waited: float
     busy: float
+    updating: float = 0.0
     redone: int = 0
     num_updated: int = 0
     num_ahead: int = 0

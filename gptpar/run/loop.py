@@ -71,7 +71,7 @@ class Run:
     mirror: Mirror | None = None
     tasks: Sequence[Task] = ()
     skipped_in_a_row: int = 0
-    cpu_optimizer_before: tuple[float, float, int, int, int] = (0.0, 0.0, 0, 0, 0)
+    cpu_optimizer_before: tuple[float, float, float, int, int, int] = (0.0, 0.0, 0.0, 0, 0, 0)
     evaluated_at: dict[str, int] = field(default_factory=dict)
     said_that_all_are_kept: bool = False
     fitted_length: FittedLength | None = None
@@ -251,9 +251,9 @@ class Run:
         if host is None:
             return None
         before = self.cpu_optimizer_before
-        self.cpu_optimizer_before = now = (host.waited_s, host.busy_s, host.num_redone, *host.updates())
-        waited, busy, *counts = (after - earlier for earlier, after in zip(before, now, strict=True))
-        return CpuOptimizerTimes(waited * 1e3, busy * 1e3, *map(int, counts))
+        self.cpu_optimizer_before = now = (host.waited_s, *host.busy_s(), host.num_redone, *host.updates())
+        waited, busy, updating, *counts = (after - earlier for earlier, after in zip(before, now, strict=True))
+        return CpuOptimizerTimes(waited * 1e3, busy * 1e3, updating * 1e3, *map(int, counts))
 
     def reads_at_once(self) -> bool:
         """Whether a step's numbers cannot wait for the next step.

@@ -234,6 +234,6 @@ def averaged_times(found: Sequence[CpuOptimizerTimes | None]) -> CpuOptimizerTim
     times = [one for one in found if one is not None]
     if not times:
         return None
-    waited, busy = _mean([t.waited for t in times]), _mean([t.busy for t in times])
+    waited, busy, updating = map(_mean, zip(*((t.waited, t.busy, t.updating) for t in times), strict=True))
     counts = zip(*((t.redone, t.num_updated, t.num_ahead) for t in times), strict=True)
-    return CpuOptimizerTimes(waited, busy, *map(sum, counts))
+    return CpuOptimizerTimes(waited, busy, updating, *map(sum, counts))

@@ -26,6 +26,8 @@ from gptpar.config.validate import resolve
 from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.hardware import mfu
+from gptpar.plan.host_updates import update_bytes
+from gptpar.plan.job import Job
 from gptpar.reporting.records import IterationRecord
 from gptpar.reporting.sinks import Sink
 from gptpar.run.assemble import open_run
@@ -150,7 +152,7 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
         "recompute": config.recompute.recompute_granularity,
         "cpu_offloading_num_layers": config.recompute.cpu_offloading_num_layers,
         "optimizer": config.optimizer.optimizer,
-        **_cpu_optimizer(run.config, records),
+        **_cpu_optimizer(Job(run.config, topology.mesh), records),
         "cuda_graph": on_gpu and wants_graph(run.config, topology.mesh.size(*COPIES)),
         "precision": config.precision.dtype,
         "steps": len(ms),
@@ -159,17 +161,19 @@ def result_line(config: Config, run: Run, records: list[IterationRecord], preset
     }
 
 
-def _cpu_optimizer(config: Config, records: Sequence[IterationRecord]) -> dict[str, Any]:
-    times = [record.cpu_optimizer for record in records if record.cpu_optimizer is not None]
+def _cpu_optimizer(job: Job, records: Sequence[IterationRecord]) -> dict[str, Any]:
+    config, times = job.config, [record.cpu_optimizer for record in records if record.cpu_optimizer is not None]
     if not times:
         return {"cpu_optimizer_ratio": config.offload.ratio}
     clip, updated = config.optimizer.clip_grad, sum(t.num_updated for t in times)
+    updating_ms = max(1e-9, sum(t.updating for t in times))
     return {
         "cpu_optimizer_ratio": config.offload.ratio,
         "offload_gradients": config.offload.gradients_leave_at_once,
         "offload_gradients_ratio": config.offload.summed_ratio,
         "cpu_optimizer_wait_ms": _rounded(statistics.median(t.waited for t in times)),
         "cpu_optimizer_busy_ms": _rounded(statistics.median(t.busy for t in times)),
+        "cpu_optimizer_gb_per_s": _rounded(updated * update_bytes(job) / updating_ms / 1e6),
         "cpu_optimizer_ahead": _rounded(sum(t.num_ahead for t in times) / updated if updated else None),
         "cpu_optimizer_redone_steps": sum(t.redone for t in times),
         "clipped_steps": sum(clip > 0 and (record.grad_norm or 0) > clip for record in records),

@@ -95,7 +95,7 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     if problems:
         raise ConfigError(problems)
     parsed = dataclasses.replace(parsed, flags=with_changes(parsed.flags, chosen))
-    sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "gpus_per_node")
+    sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "host_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}
     cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)
     path, length, lengths = data.train_data_path or data.data_path, parsed.flags.model.seq_length, None

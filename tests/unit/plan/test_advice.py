@@ -81,6 +81,9 @@ def test_no_step_is_shorter_than_its_floors() -> None:
     on_host = plan(f"{flags} --global-batch-size 256 --offload-gradients on").floors
     assert on_host.host == pytest.approx((30 + 32 * 12) * count / 150e9, rel=1e-3)
     assert on_host.bus == pytest.approx(32 * 2 * count / 55e9, rel=1e-3)
+    faster = plan(f"{flags} --global-batch-size 256 --host-bandwidth 300")
+    assert faster.floors.host == pytest.approx(summed.floors.host / 2)
+    assert 0 < faster.time.cpu_optimizer < summed.time.cpu_optimizer
     assert summed.floors.products == pytest.approx(32 * single.floors.products)
     weights = plan(f"{flags} --global-batch-size 256 --cpu-parameters").floors
     assert weights.bus == pytest.approx(64 * 2 * count / 55e9, rel=1e-3)

@@ -95,12 +95,11 @@ def _decided(raw: Mapping[str, Any], values: Mapping[str, Said], flags: Flags) -
 def _overruled(decided: Set[str], values: Mapping[str, Said], parsed: ParsedFlags) -> Iterator[str]:
     """A remark for each typed field on which the file decides otherwise, as with DeepSpeed."""
     for name in sorted(decided):
-        section, word = name.split(".")
-        typed = getattr(getattr(parsed.flags, section), word)
+        word, typed = name.split(".")[1], parsed.flags.value(name)
         if name in values and values[name].value == typed:
             continue
         if name in _FORMATS and name not in values:
-            parsed.flags = parsed.flags.update(section, **{word: False})
+            parsed.flags = parsed.flags.with_values({name: False})
         yield f"{_typed(word, typed)}: {parsed.deepspeed_file} decides on the {_DECIDED[name]}, as with DeepSpeed"
 
 
@@ -123,10 +122,9 @@ def _schedule_problems(raw: Mapping[str, Any], flags: Flags) -> Iterator[str]:
 
 def _fill(one: Said, given: Set[str], parsed: ParsedFlags) -> Iterator[str]:
     """Fill a field that nobody typed, from the file or from DeepSpeed's default; a typed flag stays."""
-    section, name = one.field.split(".")
-    typed = getattr(getattr(parsed.flags, section), name)
+    name, typed = one.field.split(".")[1], parsed.flags.value(one.field)
     if one.field not in given:
-        parsed.flags = parsed.flags.update(section, **{name: one.value})
+        parsed.flags = parsed.flags.with_values({one.field: one.value})
         parsed.deepspeed_keys[flag_name(name)] = f"{one.key} (DeepSpeed's default)" if one.default else one.key
         if not one.default:
             parsed.given.add(one.field)

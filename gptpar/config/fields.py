@@ -10,7 +10,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Never, Self
 
@@ -330,6 +330,21 @@ class Sections:
         changed = dataclasses.replace(getattr(self, section), **values)
         return dataclasses.replace(self, **{section: changed})
 
+    def value(self, field: str) -> Any:
+        """The value of a field, by its name ``section.field``."""
+        section, name = field.split(".")
+        return getattr(getattr(self, section), name)
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """A copy with new values, by their fields' names ``section.field``."""
+        sections: dict[str, dict[str, Any]] = {}
+        for field, value in values.items():
+            section, name = field.split(".")
+            sections.setdefault(section, {})[name] = value
+        return dataclasses.replace(
+            self, **{name: dataclasses.replace(getattr(self, name), **new) for name, new in sections.items()}
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, fit for JSON."""
         return dataclasses.asdict(self)
@@ -343,7 +358,7 @@ class Notes:
         self.derived: list[Derived] = []
 
     def fill(self, section: str, name: str, value: object, reason: str) -> None:
-        if getattr(getattr(self.flags, section), name) is None:
+        if self.flags.value(f"{section}.{name}") is None:
             self.replace(section, name, value, reason)
 
     def replace(self, section: str, name: str, value: object, reason: str) -> None:
@@ -356,6 +371,6 @@ class Notes:
 
     def drop_zero(self, section: str, name: str) -> None:
         """An interval of 0 is none."""
-        if getattr(getattr(self.flags, section), name) == 0:
+        if self.flags.value(f"{section}.{name}") == 0:
             self.flags = self.flags.update(section, **{name: None})
             self.add(name.replace("_", " "), "none", "0 is off, as in Megatron")

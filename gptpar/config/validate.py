@@ -186,7 +186,4 @@ def range_problems(flags: Flags) -> list[str]:
 
 def with_defaults(flags: Flags, names: Iterable[str]) -> Flags:
     """A copy whose fields named here (``section.field``) have their defaults again."""
-    for name in names:
-        section, field = name.split(".")
-        flags = flags.update(section, **{field: getattr(getattr(Flags(), section), field)})
-    return flags
+    return flags.with_values({name: Flags().value(name) for name in names})

@@ -16,7 +16,7 @@ from gptpar.plan.host_updates import speculated_elements
 from gptpar.plan.job import Job
 from gptpar.plan.memory import RankMemory, memory_of_stages
 from gptpar.plan.mirror import MirrorCost, mirror_cost
-from gptpar.plan.space.candidate import Changes, configured, flags_of, with_changes
+from gptpar.plan.space.candidate import Changes, configured, flags_of
 from gptpar.plan.space.dimensions import OFFLOAD_GRADIENTS, SUMMED_SHARE, VIRTUAL_STAGES
 from gptpar.plan.timing import StepTime, step_time, utilisation
 from gptpar.reporting.banner import format_bytes
@@ -152,12 +152,7 @@ class Plan:
 
 def _usual(name: str) -> Any:
     """A field's default; that of the number of virtual stages is 1."""
-    return 1 if name == VIRTUAL_STAGES else _value(Flags(), name)
-
-
-def _value(flags: Flags, name: str) -> Any:
-    section, key = name.split(".")
-    return getattr(getattr(flags, section), key)
+    return 1 if name == VIRTUAL_STAGES else Flags().value(name)
 
 
 class Planner:
@@ -192,9 +187,9 @@ class Planner:
             ConfigError: it cannot run, however large the memory.
         """
         changes = {**self.chosen, **(changes or {})}
-        config = configured(with_changes(self.typed, changes), self.world_size)
+        config = configured(self.typed.with_values(changes), self.world_size)
         job = Job(config, config.parallel.mesh(self.world_size), document_lengths=self.document_lengths)
-        back = [name for name, value in changes.items() if value == _usual(name) != _value(self.typed, name)]
+        back = [name for name, value in changes.items() if value == _usual(name) != self.typed.value(name)]
         left_out = tuple(flag_name(name.split(".")[1]) for name in back if name in self.given)
         plan = self._with_gradients(Plan(job, self.cluster, changes, left_out=left_out))
         return self._with_least_ratio(plan) if config.offload.ratio == "auto" else plan

@@ -10,7 +10,7 @@ from itertools import chain
 from gptpar.config import Flags
 from gptpar.errors import ConfigError
 from gptpar.plan.planner import Plan, Planner
-from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option, with_changes
+from gptpar.plan.space.candidate import UNCHANGED, Candidate, Option
 from gptpar.plan.space.dimensions import CPU_OPTIMIZER
 from gptpar.plan.space.spaces import rounds, to_predict
 
@@ -79,7 +79,7 @@ def _judged(planner: Planner, common: Sequence[Option]) -> Search:
 
 def _on_host(typed: Flags, offload: Option) -> tuple[str, ...]:
     """Words for what these changes to the command line put into host memory."""
-    wanted = with_changes(typed, offload.changes).offload
+    wanted = typed.with_values(offload.changes).offload
     moved = {"the optimizer": wanted.cpu_optimizer, "the parameters": wanted.cpu_parameters}
     return tuple(words for words, is_moved in moved.items() if is_moved)
 

@@ -113,7 +113,7 @@ def _filled(parsed: ParsedFlags, stored: StoredModel, load: Path) -> ParsedFlags
         conflicts.append(f"--preset {flags.model.preset} and {_REASON} both say what the model is: drop one of them.")
     for section, kind, there in (("model", ModelFlags, stored.model), ("tokenizer", TokenizerConfig, stored.tokenizer)):
         for spec in dataclasses.fields(kind):
-            key, here = f"{section}.{spec.name}", getattr(getattr(flags, section), spec.name)
+            here = flags.value(key := f"{section}.{spec.name}")
             value = here if _follows_from_length(key, stored) else getattr(there, spec.name, here)
             if key in parsed.given and value != here and _must_agree(key, flags.checkpoint.finetune):
                 conflicts.append(

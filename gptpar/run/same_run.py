@@ -191,13 +191,8 @@ def _same(name: str, there: Flags | Config, here: Config) -> bool:
     matters = _MATTERS.get(name)
     if matters is not None and not (matters(there) and matters(here)):
         return True
-    value = _MEANING.get(name, lambda config: _value(name, config))
+    value = _MEANING.get(name, lambda config: config.value(name))
     return value(there) == value(here)
-
-
-def _value(name: str, config: Flags | Config) -> Any:
-    section, field = name.split(".")
-    return getattr(getattr(config, section), field)
 
 
 def _difference(name: str, there: Flags | Config, here: Config) -> str:
@@ -210,7 +205,7 @@ def as_typed(name: str, config: Flags | Config) -> tuple[str, str]:
     section, field = name.split(".")
     spec = next(f for f in dataclasses.fields(getattr(config, section)) if f.name == field)
     off = spec.metadata.get("off")
-    value = _value(name, config)
+    value = config.value(name)
     if isinstance(value, bool):
         shown = "given" if value is not bool(off) else "not given"
     elif isinstance(value, tuple):

@@ -22,7 +22,7 @@ from gptpar.config.batch_sizes import BatchSizes, on_made_up_data, read_schedule
 from gptpar.config.fields import Derived
 from gptpar.config.flags import ParsedFlags, parse_flags
 from gptpar.config.sections.precision import wants_graph
-from gptpar.config.validate import resolve
+from gptpar.config.validate import resolve, with_defaults
 from gptpar.exchange import take_shape_of_hf
 from gptpar.model.gpt import gpt_model
 from gptpar.plan.hardware import mfu
@@ -78,10 +78,7 @@ def parse(argv: list[str], more_flags: Callable[[argparse.ArgumentParser], None]
 def _without_run_folder(parsed: ParsedFlags) -> ParsedFlags:
     """Leave out where the run of --config keeps its checkpoints and records: timed steps are no part of that run."""
     own = {key for key in parsed.from_config if key.split(".")[0] in OF_A_RUN}
-    flags, default = parsed.flags, Flags()
-    for section, name in (key.split(".") for key in own):
-        flags = flags.update(section, **{name: getattr(getattr(default, section), name)})
-    return dataclasses.replace(parsed, flags=flags, given=parsed.given - own)
+    return dataclasses.replace(parsed, flags=with_defaults(parsed.flags, own), given=parsed.given - own)
 
 
 def _with_defaults(parsed: ParsedFlags) -> ParsedFlags:

@@ -27,7 +27,7 @@ from gptpar.plan.planner import Planner
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import draw, plan_json, plan_text, search_json, search_text
 from gptpar.plan.search import search
-from gptpar.plan.space.candidate import Changes, with_changes
+from gptpar.plan.space.candidate import Changes
 from gptpar.plan.space.dimensions import GLOBAL_BATCH, PRECISIONS
 from gptpar.plan.space.spaces import samples_of
 from gptpar.run.checkpoint_args import with_checkpoint_args
@@ -66,7 +66,7 @@ def _batch_of_tokens(parsed: ParsedFlags, problems: list[str]) -> Changes:
 def _chosen(parsed: ParsedFlags, problems: list[str]) -> Changes:
     """The choices of the plan itself: the batch by its tokens; a search in bf16 where one GPU's micro-batch is open."""
     options, chosen = parsed.rest, dict[str, Any](_batch_of_tokens(parsed, problems))
-    batch = with_changes(parsed.flags, chosen).batch
+    batch = parsed.flags.with_values(chosen).batch
     chooses = options.world_size == 1 and batch.micro_batch_size is None and batch.gradient_accumulation_steps is None
     options.search = options.search or chooses
     no_batch = batch.global_batch_size is None and batch.step_batch_size_schedule is None
@@ -94,7 +94,7 @@ def make_planner(argv: list[str]) -> tuple[Planner, argparse.Namespace]:
     options, chosen = parsed.rest, _chosen(parsed, problems)
     if problems:
         raise ConfigError(problems)
-    parsed = dataclasses.replace(parsed, flags=with_changes(parsed.flags, chosen))
+    parsed = dataclasses.replace(parsed, flags=parsed.flags.with_values(chosen))
     sizes = ("gpu_memory", "host_memory", "link_bandwidth", "network_bandwidth", "host_bandwidth", "gpus_per_node")
     machines = {name: getattr(options, name) for name in sizes}
     cluster = make_cluster(options.gpu, parsed.flags.precision.dtype, **machines)

@@ -49,7 +49,7 @@ class Candidate(Option):
 
     def applied_to(self, flags: Flags) -> Flags:
         """The flags with the changes."""
-        return with_changes(flags, self.changes)
+        return flags.with_values(self.changes)
 
     @property
     def flags(self) -> list[str]:
@@ -63,17 +63,6 @@ def product(layouts: Iterable[Mesh], dimensions: Sequence[Dimension]) -> Iterato
         for options in itertools.product(*(dimension(mesh) for dimension in dimensions)):
             changes = {name: value for option in options for name, value in option.changes.items()}
             yield Candidate(changes, ", ".join(filter(None, (option.name for option in options))), mesh)
-
-
-def with_changes(flags: Flags, changes: Changes) -> Flags:
-    """The flags with some fields changed."""
-    sections: dict[str, dict[str, Any]] = {}
-    for name, value in changes.items():
-        section, key = name.split(".")
-        sections.setdefault(section, {})[key] = value
-    for section, values in sections.items():
-        flags = flags.update(section, **values)
-    return flags
 
 
 def flags_of(changes: Changes) -> list[str]:

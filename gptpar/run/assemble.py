@@ -44,6 +44,11 @@ from gptpar.topology.agreement import all_or_none, require_same
 from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.world import world_from_environment
 
+ALLOCATOR, EXPANDS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
+"""Environment variable of torch's allocator, and the setting with which it leaves no gaps between tensors."""
+SMALL_GAPS = 0.1
+"""What the allocator may hold between tensors, as a share of theirs; the plan expects 0.04."""
+
 
 @contextmanager
 def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
@@ -64,8 +69,7 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
                 f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
             )
         elif isinstance(error, torch.OutOfMemoryError):
-            used = format_bytes(torch.cuda.max_memory_allocated())
-            full = f"the GPU's memory is full ({used} were in use):{_offload_gradients(config)}"
+            full = f"the GPU's memory is full ({_in_use()}{_offload_gradients(config)}"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
             full = f"this machine's memory is full{_lower_offload(config)}"
         else:
@@ -82,6 +86,15 @@ def _lower_offload(config: Config) -> str:
     return (
         ": set --offload-speculation off or a lower --cpu-optimizer-ratio, or" if config.offload.cpu_optimizer else ":"
     )
+
+
+def _in_use() -> str:
+    """How full the GPU was; if much of its memory lay in gaps that were too small, also how to avoid them."""
+    used = torch.cuda.max_memory_allocated()
+    gaps, were = torch.cuda.max_memory_reserved() - used, f"{format_bytes(used)} were in use"
+    if gaps <= SMALL_GAPS * used or EXPANDS in os.environ.get(ALLOCATOR, ""):
+        return f"{were}):"
+    return f"{were}, {format_bytes(gaps)} in gaps between them): set {ALLOCATOR}={EXPANDS} in the environment,"
 
 
 def _offload_gradients(config: Config) -> str:

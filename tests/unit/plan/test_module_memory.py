@@ -105,6 +105,21 @@ def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
     assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
 
 
+@pytest.mark.parametrize(("settings", "is_named"), [("", True), ("expandable_segments:True", False)])
+def test_gaps_of_the_allocator_are_named_where_they_are_large(
+    settings: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 47 << 30)
+    for reserved, has_gaps in ((51, False), (77, True)):
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda reserved=reserved: reserved << 30)
+        with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, "")):
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        told = ", 30.00 GiB in gaps between them): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
+        told = f"{told}environment," if has_gaps and is_named else "):"
+        assert str(caught.value).startswith(f"the GPU's memory is full (47.00 GiB were in use{told} {LOWER}")
+
+
 def test_a_failing_updating_thread_ends_the_run_with_the_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

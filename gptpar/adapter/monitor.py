@@ -108,7 +108,8 @@ class Monitor:
             self._csv = CsvSink(Path(self._logging.csv_dir), samples, with_loss_scale=self._with_loss_scale)
         if self._logging.tensorboard_dir is not None:
             folder = Path(self._logging.tensorboard_dir)
-            self._try("tensorboard", lambda: event_files.cut_after(folder, samples, samples))
+            if samples or self._last >= 0:  # at an engine's first step, all that is there is other runs'
+                self._try("tensorboard", lambda: event_files.cut_after(folder, samples, samples))
             self._board = TensorBoardSink(folder, replace(self._logging, tensorboard_queue_size=1))
 
     def _close_files(self) -> None:

@@ -127,7 +127,7 @@ class SourceFile:
         """Fill ``target`` [bytes], uint8, with the bytes at ``place``; returns their number, fewer at the file's end.
 
         Args:
-            target: past the cache only if it is of :func:`aligned_as`.
+            target: is filled past the cache only if it was made by :func:`aligned_as`.
         """
         view, done = target.numpy().data, self._read_past_cache(place, target)
         while done < len(view) and (count := os.preadv(self._fd, [view[done:]], place + done)):
@@ -191,8 +191,10 @@ class DataFile:
                 self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
 
     def reserve(self, place: int, num_bytes: int) -> None:
-        """Take these bytes of the disk before they are written: a full disk is found now, and direct writes to blocks
-        that the file has already run side by side."""
+        """Reserve these bytes on the disk before they are written.
+
+        A full disk is found now. Direct writes run in parallel, because the file has its blocks already.
+        """
         with self._explained():
             reserve_disk(self._fd, place, num_bytes)
 

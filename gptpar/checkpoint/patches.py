@@ -1,9 +1,9 @@
 """Copies between a parameter and a view of it that is stored as a tensor of its own, a block at a time. Pure.
 
 A view of a parameter (rows of it, a transposed matrix, each group's queries) is written as a tensor of its own, or was
-read as one. A block in memory has a box of the parameter, or consecutive elements of the view. Either is a list of
-patches: boxes of the view, with their elements. What a block of one kind has for a block of the other kind is what
-their patches have in common.
+read as one. A block in memory has a box of the parameter, or consecutive elements of the view. Both are described
+by patches: boxes of the view, with their elements. A block gives a block of the other kind the elements that patches of
+both have.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def as_checkpoint_error(error: BaseException) -> BaseException:
 
 
 def merge_failures(failures: dict[int, BaseException]) -> BaseException:
-    """One error for all ranks, each distinct cause once; damage only if nothing but damage was found.
+    """One error for all ranks, with each distinct cause once. It is a DamagedCheckpoint only if all causes are.
 
     An interrupt is raised instead of all errors.
     """

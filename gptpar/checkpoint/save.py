@@ -283,7 +283,7 @@ def _retain(
     if len(found) <= keep:
         return
     own = [path for number, path in found if number <= iteration]
-    newest = [path for _, path in found[:keep]]  # other than own[:keep] only where later iterations are there
+    newest = [path for _, path in found[:keep]]  # differs from own[:keep] only if there are later iterations
     for kept in [newest] if newest == own[:keep] else [newest, own[:keep]]:
         if not any(_existing_is_whole(ranks, path, report) for path in kept):
             ranks.lead(lambda: report(f"kept all of {root}: none of the newest {keep} could be proved whole"))

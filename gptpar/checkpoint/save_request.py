@@ -34,7 +34,7 @@ class Save:
         tensors: this process's parts, with their present values; but for those of ``late``.
         write: ``save_checkpoint`` with all arguments given but ``tensors``, ``process_group``, ``snapshot``, ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
-        files_in_memory: how many files, each as large as one process's, the save puts into host memory per process.
+        files_in_memory: files that the save puts into host memory per process; each is as large as a process's own.
         optional: whether training goes on however often the save fails.
         unguarded: whether a part may be overwritten without asking the guard first; such a part is cloned at once.
         late: returns the state in host memory once the last step has updated it; ``None``: there is none.

@@ -169,7 +169,8 @@ def write_checkpoint(
         The checkpoint's path.
 
     Raises:
-        CheckpointError: there is a checkpoint of this iteration, or the disk refuses.
+        CheckpointError: there is a checkpoint of this iteration, or the disk refuses its data.
+        OSError: the system refuses a folder.
     """
     final = folders.checkpoint_path(root, iteration)
     if final.exists():

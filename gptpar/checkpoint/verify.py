@@ -22,7 +22,8 @@ def verify_checkpoint(path: str | Path) -> list[str]:
         path: a checkpoint directory.
 
     Returns:
-        One sentence per problem, with file, tensor and bytes; empty if the checkpoint is whole.
+        One sentence per problem, with file, tensor and bytes; if files are missing or of other sizes, of these alone.
+        Empty if the checkpoint is whole.
     """
     try:
         manifest = read_manifest(path)

@@ -1,8 +1,8 @@
 """``Flags``, the typed flags with open fields, and ``Config``, the complete configuration that they become.
 
 ``Flags`` is what a command line says. Its fields are the flags; those that nobody typed are ``None`` or a default, and
-some only stand for others (``--use-distributed-optimizer``, ``--preset``). It is read by this room alone and by those
-that change what is typed: a search of layouts, a sweep.
+some only stand for others (``--use-distributed-optimizer``, ``--preset``). Only this package reads it, and code
+that changes what is typed: a search of layouts, a sweep.
 
 ``Config`` is what everything else gets, a section of it where a section suffices. It is complete: a field is ``None``
 only where that means something ("never", "no folder"), aliases are gone, and ``"auto"`` stands only where a run on its

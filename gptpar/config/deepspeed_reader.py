@@ -31,7 +31,7 @@ WITHOUT_UNKNOWN = (
 WITH_UNKNOWN = (
     *("pipeline.", "activation_checkpointing.", "optimizer.", "scheduler.", "checkpoint.", "aio.", "flops_profiler."),
 )
-"""Sections in which DeepSpeed ignores keys that it does not know, as it does in no section."""
+"""Sections in which DeepSpeed ignores keys that it does not know. (At the top level it ignores them, too.)"""
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,8 @@ def keys_for(raw: Mapping[str, Any], door: Door) -> Tree:
     for section, kind in types.items():
         if kind not in TYPES[section]:
             keys: Any = tree[section]
-            tree[section] = NotRead() if section == "optimizer" else {"type": keys["type"], "params": NotRead()}
+            unread = NotRead() if kind else NoEffect("there is no scheduler.type")
+            tree[section] = NotRead() if section == "optimizer" else {"type": keys["type"], "params": unread}
     return tree
 
 

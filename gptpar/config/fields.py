@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Open = TypeVar("Open", bound=None, default=Never, covariant=True)
 else:
     Open = typing.TypeVar("Open", covariant=True)
-"""The type of a field beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
+"""What a field may be beside its values: ``None`` as typed (``Section[None]``), nothing in a complete ``Section``."""
 
 T = typing.TypeVar("T")
 
@@ -96,7 +96,7 @@ def on_unless(off: str, help: str) -> Any:
 
 
 class Missing(str):
-    """A problem that one of the flags named in it would solve; needless where such a flag has a problem of its own."""
+    """A problem that any flag named in it would solve; it is not reported where one of these flags was refused."""
 
 
 def as_word(value: object) -> str:
@@ -300,7 +300,7 @@ def range_problem(value: Any, limits: Any) -> str:
         if limits["above"] is not None and not number > limits["above"]:
             return f"is {_short(number)}; it must be more than {limits['above']}"
         if not abs(number) <= most:
-            return f"is {_short(number)}; it must be at most {most:,}"
+            return f"is {_short(number)}; {'its size' if number < 0 else 'it'} must be at most {most:,}"
     return ""
 
 

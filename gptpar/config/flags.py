@@ -260,6 +260,8 @@ def read_split_data_args(path: str) -> dict[str, tuple[str, ...]]:
         value = json.loads(_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})") from None
+    except RecursionError as error:
+        raise ValueError(f"it is no JSON that can be read ({error})") from None
     if not isinstance(value, dict) or not {*SPLITS} >= value.keys() or "train" not in value:
         raise ValueError(f"a JSON object with {', '.join(SPLITS)} is needed")
     return {f"{split}_data_path": words for split in SPLITS if (words := _words(value.get(split), split))}

@@ -48,6 +48,7 @@ def read_object(text: str) -> dict[str, Any]:
         value = json.loads(plain, object_pairs_hook=unique, parse_constant=infinity)
     except json.JSONDecodeError as error:
         loose = error.msg.startswith("Expecting") and plain[error.pos : error.pos + 1] not in ("", *",:]}")
+        repeated.clear()
         value = _by_hjson(text, unique, f"line {error.lineno}, column {error.colno}: {error.msg}", loose=loose)
     except (RecursionError, ValueError) as error:  # too deep, not a number, a number of too many digits
         raise JsonError(str(error)) from None
@@ -62,7 +63,7 @@ def _by_hjson(text: str, hook: Any, mistake: str, *, loose: bool) -> Any:
     """Read a text by the hjson library.
 
     Args:
-        loose: whether the library may read what is no JSON there, so that its absence is reported.
+        loose: whether hjson might read what is no JSON there; the error then names hjson if it is not installed.
 
     Raises:
         JsonError: with the mistake in the JSON, where there is no such library, or it can do no better.

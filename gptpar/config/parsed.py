@@ -22,7 +22,7 @@ class ParsedFlags:
         typed: those of them that the command line or --config sets, with their values.
         from_config: those of them that --config alone sets.
         refused: the fields whose values could not be read.
-        derived: those of them that --deepspeed_config set.
+        derived: values that no flag of ours says literally: those of presets, files and other programs' flags.
         without_effect: what is understood of other programs but changes nothing, each with the reason.
         launched: what another program's flags say of the process's place among others.
         deepspeed_file: the path of the DeepSpeed file that was read.

@@ -49,7 +49,7 @@ def read_run_file(path: str) -> RunFile:
         raw = tomllib.loads(read_regular(path).decode())
     except OSError as error:
         return _unread(found, f"--config {path}: {error.strerror or error}.")
-    except ValueError as error:  # TOML's errors, and text that is not UTF-8
+    except (ValueError, RecursionError) as error:  # TOML's errors, text that is not UTF-8, brackets in brackets
         return _unread(found, f"--config {path} is no TOML: {error}.")
     known = _known_keys()
     sections = {one.section for one, _ in known.values()}

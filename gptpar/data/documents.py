@@ -29,8 +29,8 @@ def document_starts(ends_BS: np.ndarray, joins_ends: bool) -> np.ndarray:
     """Whether a document, as attention takes it, starts at a token behind a sample's first.
 
     Args:
-        joins_ends: whether ends of documents that follow an end, as padding of packs does, are one document. No other
-            token sees them, so that this changes no loss where they do not count (``--eod-mask-loss``).
+        joins_ends: whether end-of-document tokens that follow another one, such as a pack's padding, become one
+            document. No other token sees them. With ``--eod-mask-loss`` they do not count, so no loss changes.
     """
     starts_BS = follow_ends(ends_BS)
     empty_BS = ends_BS & starts_BS

@@ -210,7 +210,7 @@ class GPTDataset:
     def boundary(self, sample: int) -> tuple[int, int]:
         """Row ``sample`` of Megatron's sample index: (place among the shuffled documents, offset in that document).
 
-        A boundary lies in the document that holds the previous sample's last token.
+        A boundary lies in the document that holds the last token of the sample before, its extra token included.
         """
         if sample == 0:
             return 0, 0

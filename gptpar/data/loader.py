@@ -31,11 +31,11 @@ class MicroBatch:
         tokens_BS, labels_BS: int64; labels are the tokens that follow. Padding is 0 in both.
         loss_mask_BS: float32, 0 where a label does not count; None: all count.
         position_ids_BS: int64; None: 0 to S - 1.
-        cu_seqlens: int32, where documents start among the B x S tokens, sample after sample, and then B x S until the
-            length is one that few micro-batches exceed, or a power of two plus one. Each sample starts a document.
-            Tokens attend to their own document only; None: to their whole sample.
-        counted: float64 scalar, where these are a part of a micro-batch's tokens: the number of labels that count in
-            all of it, divided by the number of parts. None: they are the whole, or all of them count.
+        cu_seqlens: int32, the place of each document's first token among the B x S tokens, sample after sample. It is
+            padded with B x S to a length that few micro-batches exceed; in those few, to a power of two plus one. Each
+            sample starts a document. Tokens attend to their own document only; None: to their whole sample.
+        counted: float64 scalar, if this is one of several parts of a micro-batch: the number of labels that count in
+            all parts, divided by the number of parts. None: this is the whole, or all labels count.
     """
 
     tokens_BS: torch.Tensor

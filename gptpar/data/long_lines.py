@@ -80,7 +80,8 @@ class LongLine:
                 self._keep(end + 1)
             else:
                 yield from self._long_string()
-        yield self._last_part()
+        if self._outside.strip():  # else the line is blank
+            yield self._last_part()
 
     def _read(self) -> bool:
         chunk = next(self._chunks, b"")
@@ -161,7 +162,10 @@ class LongLine:
             line = self._outside.decode()
         except UnicodeDecodeError as error:
             raise DataError(f"byte {error.object[error.start]:#04x} is not UTF-8") from None
-        texts = self._values(line, self._keys)
+        try:
+            texts = self._values(line, self._keys)
+        except DataError as error:
+            raise DataError(f"{error}, not counting its long strings" if self._long else str(error)) from None
         if self._long:
             names = [name for name, _ in json.loads(line, object_pairs_hook=list)]
             for key in self._long:

@@ -36,8 +36,9 @@ class PackSpec:
 def pack(prefix: str, output_prefix: str, spec: PackSpec, padding: int) -> str:
     """Write ``<output_prefix>.{bin,idx}``, whose sequences all have the length of a pack; returns a summary.
 
-    The same corpus and numbers give the same files. Packs lie in the order of their longest piece in the corpus, so
-    that a split into training and validation parts has packs of all kinds in each. Memory: about 100 bytes a document.
+    The same corpus and numbers give the same files. Packs have the order that their longest pieces have in
+    the corpus. So the training part and the validation part of a split both have packs of all kinds. Memory: about 100
+    bytes a document.
 
     Args:
         prefix: prefix of the corpus's files.

@@ -191,8 +191,8 @@ def _read_long_line(
             if waiting is not None:
                 yield Part(path, number, waiting, 0)
             waiting = texts
-        assert waiting is not None
-        yield Part(path, number, waiting, 0, last=True)
+        if waiting is not None:
+            yield Part(path, number, waiting, 0, last=True)
     except DataError as error:
         for _ in line:
             pass

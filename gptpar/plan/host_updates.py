@@ -147,7 +147,7 @@ def adding(job: Job, cluster: Cluster, part: StagePart, forward: float, backward
     """Seconds by which sums on the host prolong a step.
 
     For each element, a copy arrives, it and the sum are read, and the sum is written. The backward pass waits when the
-    host is more than the ring's part of the gradients behind; what is in the ring is added in the next forward pass.
+    ring is full of gradients that the host has not added yet. What is left in it is added in the next forward pass.
 
     Args:
         forward, backward: seconds of the stage's passes of a micro-batch.

@@ -64,7 +64,7 @@ class Layers:
 
 
 def _infos_of(layer: LayerSpec) -> dict[str, ParameterInfo]:
-    """A layer's parameters, as if a rank's experts were all: a plan counts their elements in the layer's one unit."""
+    """A layer's parameters, as if the model had this rank's experts alone: so all are in the layer's one unit."""
     infos = Stage([layer]).infos()
     for name, info in infos.items():
         value = {axis: split for axis, split in info.placement.value.items() if axis != EXPERT}

@@ -35,7 +35,7 @@ class RankMemory:
 
     Attributes:
         parameters: model parameters, in the number format of the products.
-        gradients: fp32 sums over micro-batches, gradients that are no sums in their own format, and those that the
+        gradients: fp32 sums over micro-batches; gradients that are no sums, in their own format; and gradients that the
             host has not used yet.
         optimizer: fp32 master weights and the optimizer's state.
         activations: kept for the backward pass, of all micro-batches in flight.

@@ -146,7 +146,7 @@ def _mirror(plan: Plan) -> list[Row]:
     cost = plan.mirror
     if cost is None:
         return []
-    reason = f"{format_bytes(cost.process)} a process leave its GPU in at most {1e3 * cost.step_s:.2f} ms a step"
+    reason = f"{format_bytes(cost.process)} a process leave its GPU: at most {1e3 * cost.step_s:.2f} ms a step"
     if cost.sent_s:
         reason += f", and reach the next machine in {cost.sent_s:.1f} s while training goes on"
     if cost.sent_s > cost.interval * plan.time.total:

@@ -1,8 +1,8 @@
 """Truncates TensorBoard's event files when a run goes back to an earlier iteration.
 
 TensorBoard shows every event of every file in a folder. Its own remedy (``purge_step``) drops all events from a step
-on, whatever their axis; curves over samples would end at a number of iterations. So the files themselves are truncated:
-events are in the order in which they were written, and those that remain valid are a file's beginning.
+on, whatever their axis; curves over samples would end at a number of iterations. So the files themselves are truncated.
+Events are in the order in which they were written, so that the valid ones are a file's beginning.
 
 A file is a sequence of records: length (8 bytes), CRC of the length (4), an ``Event`` message, CRC of the message (4).
 An ``Event`` begins with its time (tag 0x09, 8 bytes) and its step (tag 0x10, a varint; absent if 0).
@@ -23,6 +23,8 @@ _LENGTH = struct.Struct("<Q")
 _HEADER, _FOOTER = 12, 4
 """Bytes before and behind an event: its length with a checksum, and the event's checksum."""
 _OVER_SAMPLES = SAMPLES_SUFFIX.encode()
+_NO_VALUES = b"\x2a\x00"
+"""A summary of length 0, the last field of an event."""
 
 
 def event_files(folder: Path) -> list[Path]:
@@ -48,13 +50,13 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
 
 
 def _end(path: Path, iteration: int, samples: int) -> int | None:
-    """Offset of the first later event: 0 if no event of a step precedes it, None if there is no later event."""
+    """Offset of the first event to drop; 0 if no event of a step precedes it, None if all events stay."""
     if path.stat().st_size == 0:
         return None
     num_kept = 0
     with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         for start, event in _records(data):
-            step = _step(event)
+            step = 0 if _is_empty(event) else _step(event)
             if step > (samples if _OVER_SAMPLES in event else iteration):
                 return start if num_kept else 0
             num_kept += step > 0
@@ -71,6 +73,11 @@ def _records(data: mmap.mmap) -> Iterator[tuple[int, bytes]]:
             return
         yield start, data[start + _HEADER : stop - _FOOTER]
         start = stop
+
+
+def _is_empty(event: bytes) -> bool:
+    """Whether an event has no value. Earlier versions wrote one, over samples, with each task's scores."""
+    return len(event) <= 9 + 1 + 10 + len(_NO_VALUES) and event.endswith(_NO_VALUES)
 
 
 def _step(event: bytes) -> int:

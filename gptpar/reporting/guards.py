@@ -25,6 +25,10 @@ def reason(error: BaseException) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
 
 
+def _records(number: int) -> str:
+    return "1 record" if number == 1 else f"{number} records"
+
+
 class GuardedSink(Sink):
     """A sink whose failures do not reach the run: it warns once, tries again at each checkpoint, and warns at the end.
 
@@ -52,17 +56,17 @@ class GuardedSink(Sink):
         self._record(partial(self._sink.task, record), record.iteration)
 
     def flush(self) -> None:
-        """Try again to write; since a failure, the user may have made room."""
+        """Try again to write: after a failure, the user may have made room."""
         failed_before = self._problem is not None
         if self._attempt(self._sink.flush) is None and failed_before:
-            missing = f"{self._missing} records are" if self._missing else "nothing is"
-            self._warn(f"{self.name} is written again; {missing} missing since then")
+            lacks = f"it lacks {_records(self._missing)}" if self._missing else "nothing is missing"
+            self._warn(f"{self.name} is written again; {lacks} since then")
             self._problem, self._missing = None, 0
 
     def close(self) -> None:
         complete = self._attempt(self._sink.close) is None and self.keeps_records
         if self._problem is not None and not (complete and not self._missing):
-            number = f"{self._missing} records" if complete else "records"
+            number = _records(self._missing) if complete else "records"
             self._warn(f"{self.name} lacks {number}, at first of iteration {self._at} ({self._problem})")
 
     def _record(self, write: Callable[[], None], iteration: int) -> None:

@@ -204,7 +204,7 @@ def _copy_until(old: IO[bytes], new: IO[bytes], iteration: int) -> list[str]:
 
 
 def _keep(path: Path, name: Path) -> None:
-    """Give the file a second name, which it keeps when another file gets its own; else copy it, or leave no copy."""
+    """Give the file a second name, which stays when another file takes the first; without hard links, copy it."""
     try:
         os.link(path, name)
     except OSError:  # a file system without hard links

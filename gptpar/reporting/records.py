@@ -27,7 +27,7 @@ class CpuOptimizerTimes:
     Attributes:
         waited: milliseconds for which the training loop waited for parameters that were not updated yet.
         busy: milliseconds for which the CPU optimizer worked, whether beside the device or not.
-        updating: milliseconds of these in which it updated, and did not add gradients.
+        updating: the part of ``busy`` in which it updated elements; in the rest it added gradients.
         redone: number of steps that it computed again, because its speculation was wrong.
         num_updated: number of elements that it updated.
         num_ahead: number of those that it had updated before the gradient's norm was known.
@@ -55,7 +55,7 @@ class IterationRecord:
         elapsed_ms: wall time of one iteration.
         lm_loss: mean loss; None when every iteration was skipped.
         grad_norm: norm of the gradient before clipping; None when it is not computed.
-        num_skipped, num_nan: iterations since the last record that took no step, or had a NaN loss.
+        num_skipped, num_nan: of the record's iterations, how many had a gradient, and a loss, that was not finite.
         tflops_per_gpu: TFLOP/s of a GPU by Megatron-LM's formula.
         mfu, mfu_causal: fractions of the peak, counting full and causal attention; None without a known peak.
         progress: finished fraction of the run, from 0 to 1.

@@ -145,7 +145,9 @@ class TensorBoardSink(_ScalarSink):
 
     def _write(self, scalars: dict[str, float], record: IterationRecord | ValidationRecord | TaskRecord) -> None:
         versus = {f"{name}{SAMPLES_SUFFIX}": value for name, value in scalars.items() if name in VERSUS_SAMPLES}
-        events = [self._event(record.iteration, scalars), self._event(record.consumed_samples, versus)]
+        events = [self._event(record.iteration, scalars)]
+        if versus:
+            events.append(self._event(record.consumed_samples, versus))
         self._file.append(*events)  # together, so that both wait if one cannot be written
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:

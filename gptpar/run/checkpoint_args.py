@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 from pathlib import Path
 
-from gptpar.checkpoint import checkpoints_in
 from gptpar.config import Flags, ModelFlags, TokenizerConfig
 from gptpar.config.fields import Derived, flag_name
 from gptpar.config.flags import ParsedFlags, keys_of_model
@@ -19,7 +18,7 @@ from gptpar.config.sections.positions import STRETCHING
 from gptpar.config.stored import StoredModel, stored_model
 from gptpar.errors import CheckpointError, TokenizerError
 from gptpar.exchange import tokenizer_of_checkpoint
-from gptpar.run.resume import checkpoint_to_resume, folders_to_load
+from gptpar.run.resume import path_to_resume
 from gptpar.run.same_run import RULES, Rule
 from gptpar.system.data_flags import TOKENIZER_FILES
 
@@ -41,7 +40,7 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
         return _with_kept_rules(parsed)
     if c.load is None:
         return _with_problem(parsed, f"{_REASON} needs --load, a folder with checkpoints.")
-    stored = _stored(parsed.flags, c.load)
+    stored = _stored(parsed.flags)
     if stored is None:
         return _with_problem(parsed, f"{_REASON}: there is no checkpoint in --load {c.load} yet: drop it at the start.")
     typed = [name for name in TOKENIZER_FILES if f"tokenizer.{name}" in parsed.given]
@@ -49,13 +48,12 @@ def with_checkpoint_args(parsed: ParsedFlags) -> ParsedFlags:
     return _filled(parsed, dataclasses.replace(stored, tokenizer=tokenizer), Path(c.load))
 
 
-def _stored(flags: Flags, load: str) -> StoredModel | None:
+def _stored(flags: Flags) -> StoredModel | None:
     """The model of the checkpoint from which the run goes on; ``None``: there is no checkpoint yet."""
-    manifest = checkpoint_to_resume(flags)
-    if manifest is None:
+    if (found := path_to_resume(flags)) is None:
         return None
-    found = checkpoints_in(folders_to_load(flags, load))
-    return stored_model(next(path for number, path in found if number == manifest.iteration), manifest.meta)
+    path, manifest = found
+    return stored_model(path, manifest.meta)
 
 
 def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
@@ -67,7 +65,7 @@ def _with_kept_rules(parsed: ParsedFlags) -> ParsedFlags:
     if c.load is None:
         return parsed
     with contextlib.suppress(CheckpointError):
-        stored = _stored(parsed.flags, c.load)
+        stored = _stored(parsed.flags)
         if stored is not None:
             model, parsed = stored.model, _with_tokenizer(parsed, stored)
             kept: dict[str, object] = {"softmax_over_padding": model.softmax_over_padding}

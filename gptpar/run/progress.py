@@ -12,7 +12,7 @@ class Progress:
     Attributes:
         iteration: steps begun, skipped ones included.
         consumed_samples: samples read, those of skipped steps included; this is the position in the data.
-        scheduled_samples: samples of steps that changed the weights; this is the position in the schedules.
+        scheduled_samples: the position in the schedules: samples of all steps but those whose gradient was not finite.
         skipped_iterations: steps whose gradient was not finite.
         nan_iterations: steps whose loss was not finite.
         fitted_iters: steps in the whole run as ``--train-minutes`` has fixed them, once it has.

@@ -91,6 +91,12 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
     Raises:
         CheckpointError: there is none although one is required, or none whose manifest can be read.
     """
+    found = path_to_resume(config)
+    return None if found is None else found[1]
+
+
+def path_to_resume(config: Config | Flags) -> tuple[Path, Manifest] | None:
+    """The same checkpoint's path and manifest. Its folder may be renamed: then it has another iteration's number."""
     c = config.checkpoint
     if c.load is None:
         return None
@@ -102,8 +108,8 @@ def checkpoint_to_resume(config: Config | Flags) -> Manifest | None:
     if not found and not required and branch is None:
         return None
     chosen = [path for number, path in found if c.ckpt_step in (None, number)]
-    if (manifest := first_usable(chosen, read_manifest)) is not None:  # load_checkpoint will name those before
-        return manifest
+    if usable := first_usable(chosen, lambda path: (path, read_manifest(path))):  # load_checkpoint names those before
+        return usable
     wanted = "checkpoint" if c.ckpt_step is None else f"checkpoint of iteration {c.ckpt_step}"
     elsewhere = "" if branch is None else f"; a run that went back left one in --load {branch}"
     raise CheckpointError(f"there is no readable {wanted} in --load {c.load}{elsewhere}: {instead_of(found)}")
@@ -122,9 +128,9 @@ def instead_of(found: Sequence[tuple[int, Path]]) -> str:
 
 
 def folder_to_load(config: Config | Flags, load: str) -> Path:
-    """``--load``, or a branch of it: a fine-tuning in one folder moves all checkpoints there before its first save.
+    """``--load``, or its last branch if a fine-tuning in the same folder has moved all checkpoints there.
 
-    The same command, given again after a kill in between, then begins with the same weights.
+    It does so before its first save. Killed in between and started again, it begins with the same weights.
     """
     moved = config.checkpoint.begins_anew and not find_checkpoints(load)
     return (branch_with(load, config.checkpoint.ckpt_step) if moved else None) or Path(load)

@@ -32,8 +32,8 @@ from gptpar.topology.initial_values import initialise
 from gptpar.topology.mesh import COPIES, DATA, TENSOR
 
 MAX_NET_REDONE = 8
-"""When this many more steps were redone than not (the difference never falls below 0), steps are no longer recorded. It
-is reached soon if most steps are redone, and never if few are."""
+"""Steps are no longer recorded once this many more steps were redone than not; the difference never falls below 0.
+If most steps are redone, that is soon; if few are, never."""
 
 
 @dataclass(frozen=True)

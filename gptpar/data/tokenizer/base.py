@@ -80,8 +80,8 @@ class Tokenizer:
     def cutter(self) -> Callable[[bytes], int] | None:
         """A function that finds where a text may be divided: the ids of both parts, end to end, are the text's ids.
 
-        It takes UTF-8 and returns the last such position, 0 if it finds none. Neither part is empty, and the first
-        part's ids depend at most on the first character of the second. None: texts cannot be divided.
+        It takes UTF-8 and returns the last such position, 0 if it finds none. Neither part is empty. A
+        position stays valid whatever follows the first character behind it. None: texts cannot be divided.
         """
         return None
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from gptpar.plan.space.candidate import Candidate
 
-Pair = tuple[tuple[str, Any], tuple[str, Any]]
+Pair = tuple[tuple[str, Any], ...]
 
 
 def pairwise(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -18,7 +18,8 @@ def pairwise(candidates: Sequence[Candidate]) -> list[Candidate]:
     a value, too.
     """
     fields = sorted({name for one in candidates for name in one.changes})
-    pairs_of = [set(combinations([(name, one.changes.get(name)) for name in fields], 2)) for one in candidates]
+    size = min(2, len(fields))  # candidates that differ in one field have values alone
+    pairs_of = [set(combinations([(name, one.changes.get(name)) for name in fields], size)) for one in candidates]
     missing: set[Pair] = set().union(*pairs_of)
     chosen: list[int] = []
     while missing:

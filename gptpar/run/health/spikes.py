@@ -129,11 +129,24 @@ def read_bundle(path: Path) -> dict[str, Any]:
     """
     try:
         values = json.loads(read_regular(path / FILE, MAX_SMALL_BYTES))
-        spike_of(values).sentence()
+        list(_lines(path, values))
         tokens = np.load(path / TOKENS, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise GptparError(f"{path} is no readable bundle of an outlier: {printable(repr(error))}") from None
     return {**values, "tokens": {"shape": list(tokens.shape), "dtype": str(tokens.dtype)}}
+
+
+def _lines(path: Path, values: Mapping[str, Any]) -> Iterator[str]:
+    yield printable(f"{path}: {spike_of(values).sentence()}")
+    kinds = list(values["layers"])
+    layers = dict.fromkeys(layer for kind in kinds for layer in values["layers"][kind])
+    rows = {layer: [values["layers"][kind].get(layer) for kind in kinds] for layer in layers}
+    width = max(map(len, rows), default=5)
+    yield printable(" ".join([f"{'layer':<{width}}", *(f"{kind:>14}" for kind in kinds)]))
+    for layer, norms in rows.items():
+        yield printable(" ".join([f"{layer:<{width}}", *(f"{'-' if n is None else f'{n:.6g}':>14}" for n in norms)]))
+    for number, source in enumerate(values["sources"]):
+        yield printable(f"sample {values['first_sample'] + number} of the run: {source}")
 
 
 def spike_of(values: Mapping[str, Any]) -> Spike:
@@ -149,14 +162,7 @@ def describe_bundle(path: Path) -> Iterator[str]:
         GptparError: it cannot be read.
     """
     values = read_bundle(path)
-    yield printable(f"{path}: {spike_of(values).sentence()}")
+    first, *others = _lines(path, values)
+    yield first
     yield printable(f"tokens {values['tokens']['shape']} of {values['samples']} samples, {values['tokens']['dtype']}")
-    kinds = list(values["layers"])
-    layers = dict.fromkeys(layer for kind in kinds for layer in values["layers"][kind])
-    rows = {layer: [values["layers"][kind].get(layer) for kind in kinds] for layer in layers}
-    width = max(map(len, rows), default=5)
-    yield printable(" ".join([f"{'layer':<{width}}", *(f"{kind:>14}" for kind in kinds)]))
-    for layer, norms in rows.items():
-        yield printable(" ".join([f"{layer:<{width}}", *(f"{'-' if n is None else f'{n:.6g}':>14}" for n in norms)]))
-    for number, source in enumerate(values["sources"]):
-        yield printable(f"sample {values['first_sample'] + number} of the run: {source}")
+    yield from others

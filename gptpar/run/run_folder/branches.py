@@ -6,8 +6,8 @@
     root/branches/1-from-0000010/branch.json      where it begins, and whether all of it has been moved
 
 In ``root`` only what comes up to iteration 10 remains, so its numbers are those of one run again. The branch is first
-made ready under another name, with copies of the histories; a rename then decides that the run goes back. Killed before
-it, a run has changed nothing; killed after it, the next one to own the folder does the rest.
+made ready under another name, with copies of the histories; a rename then decides that the run goes back. A run
+that is killed before the rename has changed nothing. If it is killed later, the folder's next owner does the rest.
 """
 
 from __future__ import annotations

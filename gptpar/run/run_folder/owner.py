@@ -2,9 +2,9 @@
 
     root/owner-1.json    host, process and start of the run; its modification time is the last sign of life
 
-The claim with the highest number owns the folder. A claim is created whole and only where its name is free, so of two
-runs that start together one is refused; a claim whose run has died is not replaced but outnumbered, so of two runs that
-find it dead one is refused as well, and a run that was only asleep sees that it has lost. No file lock is needed.
+The claim with the highest number owns the folder. A claim is created whole and only where its name is free: of two runs
+that start together one is refused. The claim of a dead run is not replaced but outnumbered: of two runs that find it
+dead one is refused, too, and a run that was only asleep sees that it has lost. No file lock is needed.
 
 Whether a run has died is exact on its own machine. Elsewhere it has died when it gave no sign of life for
 `DEAD_AFTER_SECONDS` of the file system's clock, which wrote all the times that are compared. A new run waits until

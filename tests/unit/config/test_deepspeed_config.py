@@ -55,6 +55,19 @@ def test_comments_and_trailing_commas() -> None:
     assert read_object(text.removeprefix("\ufeff")) == {"a": [1, 2], "b//c": 'x # y, ] // " /* z */,}', "e": {"f": 5e8}}
 
 
+def test_a_key_given_twice_in_looser_json_is_named_once() -> None:
+    pytest.importorskip("hjson")
+    with pytest.raises(JsonError, match="given twice in one object: x$"):
+        read_object('{"a": {"x": 1, "x": 2}, b: 1}')
+
+
+def test_a_schedule_without_a_type_is_without_effect() -> None:
+    for kind in ({}, {"type": None}):
+        parsed = parsed_with({**BATCH, **RATE, "scheduler": {**kind, "params": {"warmup_num_steps": 10}}})
+        assert parsed.problems == [] and parsed.flags.optimizer.scheduler is None
+        assert parsed.without_effect == ["scheduler.params: there is no scheduler.type"]
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

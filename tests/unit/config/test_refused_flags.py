@@ -58,6 +58,7 @@ def test_an_empty_text_is_an_unset_variable(flag: str, text: str) -> None:
     ("flags", "told"),
     [
         ("--hidden-size 1e18", "--hidden-size is 1e+18; it must be at most 1,000,000."),
+        ("--lr-warmup-init=-1e39", "--lr-warmup-init is -1e+39; its size must be at most"),
         ("--vocab-size 1e18", "--vocab-size is 1e+18; it must be at most 2,147,483,647, as token ids have 32 bits."),
         (
             "--num-layers 10000 --hidden-size 1000000",

@@ -67,6 +67,11 @@ def test_keys_are_flags_flat_or_in_sections_and_the_command_line_wins(tmp_path: 
     assert {"model.num_layers", "precision.bf16", "checkpoint.async_save"} <= found.given
 
 
+def test_brackets_in_brackets_are_no_toml(tmp_path: Path) -> None:
+    (problem,) = parsed(tmp_path, f"data-path = {'[' * 200_000}").problems
+    assert problem.startswith(f"--config {tmp_path / 'run.toml'} is no TOML: ")
+
+
 def test_all_mistakes_are_told_at_once_with_file_and_key(tmp_path: Path) -> None:
     text = 'num-layer = 2\nlr = "fast"\nbf16 = 1\nseed = true\n[modl]\n[model]\nseed = 3\n'
     text += 'hidden-size = [1]\n[data]\nseed = 4\ndata-path = []\nsplit-rule = "new"\n[optimizer]\nclip_grad = nan\n'

@@ -63,3 +63,13 @@ def test_long_lines(kind: str, workers: str, escaped: bool, tmp_path: Path, monk
     whole(monkeypatch)
     assert parts == files_of(tmp_path / "whole", *flags)
     assert len(parts) == 4
+
+
+def test_a_long_blank_line_holds_no_document_and_a_long_line_s_mistake_says_how_it_is_counted(tmp_path: Path) -> None:
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text(f'{{"text": "a"}}\n{" " * 2000}\n{{"text": "{"x" * 2000}" "y": 1}}\n')
+    parts = [one for one in readers.read_parts([str(corpus)], ["text"], len) if isinstance(one, readers.Part)]
+    mistake = parts[-1]
+    assert {one.line for one in parts} == {3}
+    assert mistake.problem.startswith("not JSON: Expecting ',' delimiter: line 1 column 13")
+    assert mistake.problem.endswith(", not counting its long strings")

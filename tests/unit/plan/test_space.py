@@ -54,6 +54,11 @@ def test_few_combinations_have_every_pair(num_processes: int, count: int) -> Non
 
 
 @pytest.mark.slow
+def test_combinations_that_differ_in_one_field_are_all_needed() -> None:
+    several = [Candidate({"batch.micro_batch_size": size}, str(size), Mesh()) for size in (1, 2)]
+    assert pairwise(several) == several and pairwise(several[:1]) == several[:1]
+
+
 def test_what_the_model_does_not_allow_is_left_out_with_the_reason() -> None:
     """Four heads for eight tensor ranks, or for more ranks that exchange them; ten layers for sixteen stages."""
     chosen = _chosen(WORDS, 8, Namespace(only="every 2", pairwise=False))

@@ -10,7 +10,7 @@ from gptpar.config.sections.logging import LoggingConfig
 from gptpar.errors import GptparError
 from gptpar.reporting.event_files import cut_after, event_files
 from gptpar.reporting.metrics_file import iteration_object, json_line, last_iteration, prepare, read_metrics
-from gptpar.reporting.records import MemoryStats, ValidationRecord
+from gptpar.reporting.records import MemoryStats, TaskRecord, ValidationRecord
 from gptpar.reporting.sinks import CsvSink, JsonlSink, TensorBoardSink
 from tests.unit.reporting.records import read_tensorboard, record
 
@@ -194,6 +194,8 @@ def written(folder: Path, iterations: range) -> None:
     for iteration in iterations:
         sink.iteration(record(iteration))
         sink.validation(ValidationRecord(iteration, 8 * iteration, 1024 * iteration, 4.0))
+        if iteration % 40 == 0:  # its scores are over iterations alone
+            sink.task(TaskRecord("arc", {"acc": 0.5}, 10, 100, 1.0, iteration, 8 * iteration, 1024 * iteration))
     sink.close()
 
 
@@ -209,9 +211,22 @@ def test_events_are_cut_on_both_axes_and_the_run_goes_on_behind(tmp_path: Path, 
     written(tmp_path, range(151, 301))
     cut_after(tmp_path, last, 8 * last)
     assert len(event_files(tmp_path)) == (1 if last <= 150 else 2)
+    assert steps(tmp_path, "arc/acc") == list(range(40, last + 1, 40))
     for name in ("lm loss", "grad-norm", "lm loss validation"):
         assert steps(tmp_path, name) == list(range(1, last + 1))
         assert steps(tmp_path, f"{name} vs samples") == list(range(8, 8 * last + 1, 8))
     written(tmp_path, range(last + 1, last + 11))
     assert steps(tmp_path, "lm loss") == list(range(1, last + 11))
     assert steps(tmp_path, "lm loss vs samples") == list(range(8, 8 * last + 81, 8))
+
+
+def test_events_without_values_are_no_later_steps(tmp_path: Path) -> None:
+    """Earlier versions wrote one over samples with each task's scores."""
+    sink = TensorBoardSink(tmp_path, LoggingConfig())
+    for step in (1, 2):
+        sink.scalars(step, {"lm loss": 1.0})
+        sink.scalars(8 * step, {})
+    sink.scalars(3, {"lm loss": 1.0})
+    sink.close()
+    cut_after(tmp_path, 2, 16)
+    assert steps(tmp_path, "lm loss") == [1, 2]

@@ -33,6 +33,13 @@ def test_the_model_and_the_tokenizer_are_the_checkpoints(tmp_path: Path) -> None
     assert not filled(tmp_path).problems
 
 
+def test_a_renamed_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
+    saved(tmp_path, MODEL)
+    (folder,) = tmp_path.glob("iter_*")
+    folder.rename(tmp_path / "iter_0000099")
+    assert resolve(filled(tmp_path), 1)[0].model.num_query_groups == 2
+
+
 def test_rotary_positions_may_be_stretched_for_a_new_run(tmp_path: Path) -> None:
     saved(tmp_path, MODEL)
     stretched = "--seq-length 32 --rope-scaling-type yarn --original-max-position-embeddings 16 --rotary-base 50000"

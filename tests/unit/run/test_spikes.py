@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,14 @@ def test_a_resumed_run_decides_as_the_uninterrupted_one(skipping: Ran, tmp_path:
     run(tmp_path, f"{OFTEN} --exit-interval {first}")
     run(tmp_path, f"{OFTEN} --load {tmp_path}")
     assert steps(tmp_path) == whole
+
+
+@pytest.mark.parametrize("change", [{"sources": 0}, {"layers": {"grad-norm": {"a": "x"}}}, {"window": {}}])
+def test_a_bundle_that_lacks_something_is_no_readable_one(
+    change: dict[str, Any], skipping: Ran, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = spikes.bundles_in(skipping[0] / "spikes")[0]
+    copy = Path(shutil.copytree(bundle, tmp_path / "spikes" / bundle.name))
+    (copy / "spike.json").write_text(json.dumps({**json.loads((bundle / "spike.json").read_text()), **change}))
+    assert main(["inspect", str(copy)]) == 1
+    assert "is no readable bundle of an outlier" in capsys.readouterr().err

@@ -131,7 +131,7 @@ def update_bytes(job: Job) -> float:
 
 
 def addition_bytes(job: Job) -> int:
-    """Bytes of host memory that the addition of an element moves: its copy arrives and is read, the sum is both."""
+    """Bytes of host memory that the addition of an element moves: its copy is written and read, and so is the sum."""
     return 2 * (job.offloaded_gradient_size + job.wide_size)
 
 

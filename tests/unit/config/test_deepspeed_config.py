@@ -61,7 +61,7 @@ def test_a_key_given_twice_in_looser_json_is_named_once() -> None:
         read_object('{"a": {"x": 1, "x": 2}, b: 1}')
 
 
-def test_a_schedule_without_a_type_is_without_effect() -> None:
+def test_a_schedule_without_a_type_is_without_effect(folder: Path) -> None:
     for kind in ({}, {"type": None}):
         parsed = parsed_with({**BATCH, **RATE, "scheduler": {**kind, "params": {"warmup_num_steps": 10}}})
         assert parsed.problems == [] and parsed.flags.optimizer.scheduler is None

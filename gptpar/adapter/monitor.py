@@ -108,7 +108,7 @@ class Monitor:
             self._csv = CsvSink(Path(self._logging.csv_dir), samples, with_loss_scale=self._with_loss_scale)
         if self._logging.tensorboard_dir is not None:
             folder = Path(self._logging.tensorboard_dir)
-            if samples or self._last >= 0:  # at an engine's first step, all that is there is other runs'
+            if samples or self._last >= 0:  # a new engine finds the events of other runs
                 self._try("tensorboard", lambda: event_files.cut_after(folder, samples, samples))
             self._board = TensorBoardSink(folder, replace(self._logging, tensorboard_queue_size=1))
 

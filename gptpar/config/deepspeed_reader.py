@@ -31,7 +31,7 @@ WITHOUT_UNKNOWN = (
 WITH_UNKNOWN = (
     *("pipeline.", "activation_checkpointing.", "optimizer.", "scheduler.", "checkpoint.", "aio.", "flops_profiler."),
 )
-"""Sections in which DeepSpeed ignores keys that it does not know. (At the top level it ignores them, too.)"""
+"""Sections in which DeepSpeed ignores unknown keys. It ignores them at the top level, too."""
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ class Sustained:
             its arithmetic. They pass the caches, whose speed goes with the processors': an H100, with 70 % of an
             H200's memory bandwidth, multiplies as fast.
         link: fraction of a connection's bandwidth in collectives and sends.
-        overlapped: fraction of a transfer's time by which the computation beside it becomes longer: the transfer takes
-            processors and memory bandwidth from it.
+        overlapped: what a transfer adds to a computation beside it, as a fraction of the transfer's time. It takes
+            processors and memory bandwidth from the computation.
         kernel: seconds lost at the start and the end of each kernel on the device.
         transfer: seconds until a collective or a send starts beside kernels that fill the device.
         stage_transfer: the same for a send to a neighbouring stage, for which both sides must be ready. It is below the

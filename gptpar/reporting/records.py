@@ -27,7 +27,7 @@ class CpuOptimizerTimes:
     Attributes:
         waited: milliseconds for which the training loop waited for parameters that were not updated yet.
         busy: milliseconds for which the CPU optimizer worked, whether beside the device or not.
-        updating: the part of ``busy`` in which it updated elements; in the rest it added gradients.
+        updating: milliseconds of ``busy`` that updates took; additions of gradients took the others.
         redone: number of steps that it computed again, because its speculation was wrong.
         num_updated: number of elements that it updated.
         num_ahead: number of those that it had updated before the gradient's norm was known.

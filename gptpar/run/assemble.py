@@ -45,7 +45,7 @@ from gptpar.topology.groups import Topology, open_topology
 from gptpar.topology.world import world_from_environment
 
 ALLOCATOR, EXPANDS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
-"""Environment variable of torch's allocator, and the setting with which it leaves no gaps between tensors."""
+"""The environment variable that configures torch's allocator, and a setting against gaps between tensors."""
 SMALL_GAPS = 0.1
 """What the allocator may hold between tensors, as a share of theirs; the plan expects 0.04."""
 

@@ -47,7 +47,9 @@ class ParameterGatherer:
     Under ZeRO-1 and 2 each process updates its shard in a step, and the shards are gathered while the next forward pass
     runs: a layer waits for its own parameters only. Under ZeRO-3 a layer's parameters exist from shortly before its
     forward pass to its end, and again in the backward pass until its gradients are complete; meanwhile the following
-    layer's parameters are gathered. Parameters that live in host memory are handled like this at any ZeRO stage.
+    layer's parameters are gathered. Parameters that live in host memory are handled like this at any ZeRO stage. If no
+    other process has a part of them, those that fit stay from a backward pass to the next micro-batch's forward pass:
+    the backward pass has freed the memory of activations, which the forward pass fills again.
 
     Four verbs: to **start** a layer begins its gathers, after the host has waited for the subscriber's updates of this
     layer; to **acquire** it starts it and lets kernels launched from now on wait for its parameters; to **release** it
@@ -65,6 +67,10 @@ class ParameterGatherer:
     ``_previous``       :meth:`follow` changes them
     ``_last``           layers that stay after their forward pass, because their backward pass follows at once, or
                         because :meth:`follow` was given them
+    ``_staying``        present units that :meth:`backward_done` has left for the next micro-batch's forward pass, after
+                        which they are released as all others
+    ``_room``           bytes of the device that were in use when a forward pass for a backward pass had called its last
+                        layer; ``None`` before
     ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
     ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
@@ -108,6 +114,8 @@ class ParameterGatherer:
         self._present = set() if memory.transient else set(memory.full)
         self._in_backward: set[str] = set()
         self._last: set[str] = set()
+        self._staying: set[str] = set()
+        self._room: int | None = None
         self._next: dict[str, str] = {}
         self._previous: dict[str, str] = {}
         self.watch: PresenceWatch | None = None
@@ -226,19 +234,26 @@ class ParameterGatherer:
             return
         if output is not None:
             output.register_hook(lambda _: self.before_backward(name))
-        if name not in self._in_backward and not (output is not None and name in self._last):
+        if name in self._in_backward:
+            return
+        if output is not None and name in self._last:
+            self._room = self._memory.in_use()
+        else:
             self.release(name)
 
     def before_backward(self, name: str) -> None:
         """Acquire a layer whose backward pass is about to begin, or has begun already, and start the previous one."""
         if self._memory.transient:
-            BACKWARD_PASSES.at_end(self.release_all)
+            BACKWARD_PASSES.at_end(self.end_backward)
         self._in_backward.add(name)
         self.acquire(name)
         self._start(self._previous.get(name))
 
     def backward_done(self, unit: str, is_final: bool = False) -> None:
         """Release a unit whose gradients are complete: this backward pass does not need its parameters again.
+
+        It stays for the next forward pass if no more memory is in use than at the end of the last one, and if no other
+        process has to gather it at the same place: memory differs between processes.
 
         Args:
             is_final: whether the step's gradient is: a subscriber may give the parameters new values before the step.
@@ -247,7 +262,12 @@ class ParameterGatherer:
             self.watch.may_change(unit)
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
-            self._release_unit(unit)
+            if is_final or self._is_sharded or self._room is None or self._memory.in_use() > self._room:
+                self._release_unit(unit)
+            elif unit in self._present:
+                self._staying.add(unit)
+                if self.watch is not None:
+                    self.watch.left(unit)  # until it is acquired: as if it had been released
 
     def keep_last_step(self) -> None:
         """Let no subscriber change parameters before the coming step is requested, and undo what it has changed."""
@@ -346,11 +366,17 @@ class ParameterGatherer:
             self._release_unit(unit)
 
     def release_all(self) -> None:
-        """Release all layers, for instance when a backward pass has ended."""
+        """Release all layers."""
+        self._staying.clear()
+        self.end_backward()
+
+    def end_backward(self) -> None:
+        """Release all units but those that stay for the next forward pass."""
         if self._memory.transient:
             self._in_backward.clear()
             for unit in self._full:
-                self._release_unit(unit)
+                if unit not in self._staying:
+                    self._release_unit(unit)
 
     def _release_unit(self, unit: str) -> None:
         if unit in self._present and not self._holds:
@@ -361,3 +387,4 @@ class ParameterGatherer:
                 self.watch.left(unit)
             self._memory.free(unit)
             self._present.discard(unit)
+            self._staying.discard(unit)

@@ -106,6 +106,10 @@ class ParameterMemory:
         if storage.resizable():  # it is not while a numpy array shares the memory
             storage.resize_(0)
 
+    def in_use(self) -> int:
+        """Bytes of the device that this process's tensors fill; 0 on a CPU, where freed units save nothing."""
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+
     @torch.no_grad()
     def fill(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:
         """Set the values of a unit that no optimizer updates.

@@ -11,7 +11,7 @@ from gptpar.engine.ranges import Home
 from gptpar.plan import host_updates
 from gptpar.plan.hardware import BUS, BUS_BOTH_WAYS, Cluster
 from gptpar.plan.job import Job, StagePart
-from gptpar.plan.memory import summed_on_host
+from gptpar.plan.memory import staying, summed_on_host
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ def _bus(job: Job, part: StagePart) -> float:
     up = float(table.length(Home.HOST))
     down = up + (job.num_micro_batches - 1) * summed_on_host(job, part)
     down, up = down * job.offloaded_gradient_size, up * job.element_size
-    if job.config.offload.cpu_parameters:  # forward and backward bring all weights; the CPU's stay with it
-        up = 2.0 * job.num_micro_batches * table.length() * job.element_size
+    if job.config.offload.cpu_parameters:  # forward and backward bring weights, the CPU's own stay with it
+        passes = 2 * job.num_micro_batches - (job.num_micro_batches - 1) * staying(job, part)
+        up = passes * table.length() * job.element_size
     activations = job.num_micro_batches * sum(job.bytes_to_host(part))
     down, up = down + activations, up + activations
     return max(down / BUS, up / BUS, (down + up) / BUS_BOTH_WAYS)

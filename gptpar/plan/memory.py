@@ -273,6 +273,17 @@ def _backward_buffers(job: Job, part: StagePart, groups: Groups) -> float:
     return most
 
 
+def staying(job: Job, part: StagePart) -> float:
+    """Share of a stage's weights that stay on the device from a backward pass to the next forward pass.
+
+    Weights that came from the host stay as far as the activations, which the backward pass has freed, took memory.
+    """
+    if not job.config.offload.cpu_parameters or job.shards > 1:
+        return 0.0
+    kept = sum(_kept(job, part, job.recomputed(part)).values())
+    return min(1.0, kept / (job.table(part).length() * job.element_size))
+
+
 def _gathered(job: Job, layers: Iterable[int]) -> float:
     """Weights that ZeRO-3 has gathered, or that came from the host."""
     if job.zero_stage < 3 and not job.config.offload.cpu_parameters:

@@ -16,6 +16,7 @@ from gptpar.pipeline import schedules
 from gptpar.plan import host_updates, matrices
 from gptpar.plan.hardware import BUS, BUS_BOTH_WAYS, Cluster, mfu
 from gptpar.plan.job import Job, StagePart
+from gptpar.plan.memory import staying
 from gptpar.tensor_parallel.cost import Cost
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
@@ -324,7 +325,8 @@ class _Costs:
     def bus(self, part: StagePart) -> float:
         """Seconds for which a step waits for the bus: weights come, activations leave and return.
 
-        Activations leave and return while blocks run. In the forward pass weights come against them.
+        Activations leave and return while blocks run. In the forward pass weights come against them: all of them for
+        the first micro-batch, those that did not stay for the others.
         """
         job = self._job
         weights = job.table(part).length() * job.element_size * job.config.offload.cpu_parameters
@@ -335,10 +337,15 @@ class _Costs:
         if activations:
             layers = [layer for number, layer in zip(part.layers, layers, strict=True) if number in job.layers.blocks]
         rate, both_ways = self._sustained.bus, self._sustained.bus * BUS_BOTH_WAYS / BUS
-        leaving = max(weights / rate, activations / rate, (weights + activations) / both_ways)
-        returning = (weights + activations) / rate
         forward, backward = sum(layer.forward for layer in layers), sum(layer.backward for layer in layers)
-        return job.num_micro_batches * (max(0.0, leaving - forward) + max(0.0, returning - backward))
+
+        def in_forward(coming: float) -> float:
+            leaving = max(coming / rate, activations / rate, (coming + activations) / both_ways)
+            return max(0.0, leaving - forward)
+
+        later = (job.num_micro_batches - 1) * in_forward(weights * (1 - staying(job, part)))
+        in_backward = max(0.0, (weights + activations) / rate - backward)
+        return in_forward(weights) + later + job.num_micro_batches * in_backward
 
     def _beside(self, transfer: float, compute: float) -> float:
         """Seconds that a transfer adds to a computation with which it overlaps."""

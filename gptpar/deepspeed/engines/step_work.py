@@ -140,7 +140,7 @@ class StepWork:
             gradients.leave_backward()
             if self._tied_weight is not None:
                 self._tied_weight.end_backward()
-            self._engine.gatherer.release_all()
+            self._engine.gatherer.end_backward()
 
     def sum_gradient(self) -> None:
         """Sum the gradient of the passes so far over processes, amid the step; a later pass has to reopen it."""

@@ -85,8 +85,13 @@ def test_no_step_is_shorter_than_its_floors() -> None:
     assert faster.floors.host == pytest.approx(summed.floors.host / 2)
     assert 0 < faster.time.cpu_optimizer < summed.time.cpu_optimizer
     assert summed.floors.products == pytest.approx(32 * single.floors.products)
-    weights = plan(f"{flags} --global-batch-size 256 --cpu-parameters").floors
-    assert weights.bus == pytest.approx(64 * 2 * count / 55e9, rel=1e-3)
+    # Weights come in 32 backward passes and one forward pass, and in other forward passes where activations, here
+    # the inputs of 32 blocks, leave no room for all of them.
+    weights = f"{flags} --global-batch-size 256 --cpu-parameters"
+    assert plan(weights).floors.bus == pytest.approx(33 * 2 * count / 55e9, rel=1e-3)
+    recomputed = plan(f"{weights} --recompute-granularity full")
+    share = 32 * 8 * 1024 * recomputed.job.shape.hidden_size / count
+    assert recomputed.floors.bus == pytest.approx((64 - 31 * share) * 2 * count / 55e9, rel=1e-3)
     assert plan(f"{CALM} --preset 350M --micro-batch-size 4").floors.bus == 0
 
 

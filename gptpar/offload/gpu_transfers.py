@@ -122,12 +122,15 @@ class GpuTransfers:
         self._pinned.append(PinnedMemory(incoming * self.slot_bytes))
         self.free = [(slot, waitable_event()) for slot in self._pinned[-1].data.split(self.slot_bytes)]
 
-    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
+    def later(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> _GpuD2HCopy:
         if grad.nbytes > self.slot_bytes:  # a sum in fp32, where 16-bit gradients were not to be added up
             self._widen()
+        return _GpuD2HCopy(self, grad, cast(torch.cuda.Event, made), slot)
+
+    def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         if slot is not None and grad.nbytes > len(slot[0]):
             slot = None
-        coming = _GpuD2HCopy(self, grad, cast(torch.cuda.Event, made), slot)
+        coming = self.later(grad, made, slot)
         if slot is not None:
             coming.start(self._reserved, slot)
         elif (free := self.take_slot(RESERVED)) is not None:

@@ -3,12 +3,14 @@
 Each micro-batch's gradient leaves the device in its own number format, through the ring of the transfers, and a thread
 adds it to its bucket's sum in fp32 or wider. The additions are those of a sum on the device, in the same order, so no
 bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch: the ring holds a third
-of the gradients, so the additions may go on in the next forward pass.
+of the gradients, so the additions may go on in the next forward pass. The thread begins the copies as well, each when
+its gradient is computed: copies that wait for the device fill the driver's queue, and whoever begins one waits, too.
 
-An addend goes through four queues, in order. The training loop puts it into the first, and only the thread takes it on:
+An addend goes through five queues, in order. The training loop puts it into the first, and only the thread takes it on:
 
-``_submitted``  its copy has begun, or waits for a slot of the ring
-``_leaving``    the same, and the thread has taken it on
+``_submitted``  the device may still compute it
+``_computed``   the same, and the thread has taken it on; or it waits for a slot of the ring
+``_leaving``    its copy has begun
 ``_here``       it is in host memory, and the device's memory is free
 ``_ordered``    its addition is in the kernels' queue; at the end, its slot is given back
 """
@@ -40,7 +42,7 @@ from gptpar.system import pages
 EXIT_SECONDS = 10.0
 
 SLOT_SECONDS = 1e-4
-"""Pause while the updating thread has the ring's last slots, for updates that the kernel is working on."""
+"""Pause while the device computes the next gradient, or the updating thread has the ring's last slots."""
 
 LAYERS_AHEAD = 4
 """Forward passes of layers that the training loop may have launched before the device is done with them. The driver's
@@ -170,6 +172,7 @@ class HostSums:
         self._nothing = {length: nothing[:length] for length in set(map(_length, buckets))}
         self._final: dict[str, list[SummedGradient]] = {}
         self._submitted: queue.SimpleQueue[_Addend | None] = queue.SimpleQueue()
+        self._computed: deque[_Addend] = deque()
         self._leaving: deque[_Addend] = deque()
         self._here: deque[_Addend] = deque()
         self._ordered: deque[tuple[_Addend, _Ordered | None]] = deque()
@@ -196,7 +199,7 @@ class HostSums:
             for bucket, part, made in shared.parts(unit, grad):
                 total = self._totals[id(bucket)]
                 old, result = self._nothing[len(total)] if first else total, SummedGradient(total) if last else None
-                grad_copy = shared.transfers.fetch(part, made)
+                grad_copy = shared.transfers.later(part, made)
                 self._submitted.put(_Addend(bucket, grad_copy, old, total, result, part.nbytes))
                 if result is not None:
                     final.append(result)
@@ -237,51 +240,57 @@ class HostSums:
         except BaseException as error:  # each addend's turn tells the training loop
             self._failure = error
         is_open = True
-        while is_open or self._leaving or self._here or self._ordered:
-            while is_open and not (self._submitted.empty() and (self._leaving or self._here or self._ordered)):
-                addend = self._submitted.get()
+        while is_open or self._computed or self._leaving or self._here or self._ordered:
+            is_idle = not (self._computed or self._leaving or self._here or self._ordered)
+            while is_open and (is_idle or not self._submitted.empty()):
+                addend, is_idle = self._submitted.get(), False
                 is_open = addend is not None
                 if addend is not None:
-                    self._leaving.append(addend)
+                    self._computed.append(addend)
             self._take_next()
 
     def _take_next(self) -> None:
-        """Give up the device's memory of finished copies; then order the next addition, or finish the oldest one."""
-        while self._leaving and self._arrives(self._leaving[0]):
-            self._here.append(self._leaving.popleft())
+        """Begin copies, give up the device's memory of finished ones, and order the next addition or finish one."""
+        while self._computed and self._begins(self._computed[0], urgent=False):
+            self._leaving.append(self._computed.popleft())
+        while self._leaving and self._leaving[0].grad.arrived():
+            self._arrive(self._leaving.popleft())
         if self._ordered and (len(self._ordered) == MAX_ORDERED or not (self._here or self._leaving)):
             self._finish(*self._ordered.popleft())
         elif self._here:
             addend = self._here.popleft()
             self._ordered.append((addend, self._order(addend)))
         elif self._leaving:
-            addend = self._leaving.popleft()
-            self._arrives(addend, wait=True)
-            self._here.append(addend)
+            self._arrive(self._leaving.popleft())
+        elif self._computed and self._begins(self._computed[0], urgent=True):
+            self._leaving.append(self._computed.popleft())
+        elif self._computed:
+            time.sleep(SLOT_SECONDS)
 
-    def _arrives(self, addend: _Addend, *, wait: bool = False) -> bool:
-        """Whether a gradient is in host memory; if so, the device's memory is free.
+    def _begins(self, addend: _Addend, *, urgent: bool) -> bool:
+        """Begin a gradient's copy if the device has computed it; False: not yet, or the ring has no slot for it.
 
         Args:
-            wait: until it is. Additions may have the ring's last slots, so they are finished first.
+            urgent: whether it may take the ring's last slots.
         """
         try:
-            while wait and self._ordered and not addend.grad.begin(urgent=False):
-                self._finish(*self._ordered.popleft())
-            while wait and not addend.grad.begin(urgent=True):
-                self._shared.raise_failure()
-                time.sleep(SLOT_SECONDS)
-            if wait:
-                addend.grad.tensor()  # after an error, too: the device may still read its memory
-            elif not (addend.grad.begin(urgent=False) and addend.grad.arrived()):
-                return False
-            addend.grad.forget_device()
+            self._shared.raise_failure()
+            return addend.grad.made() and addend.grad.begin(urgent=urgent)
         except BaseException as error:  # the training loop raises it when it waits
+            self._failure = error
+            return True
+
+    def _arrive(self, addend: _Addend) -> None:
+        """Wait until a gradient is in host memory; then the device's memory is free."""
+        try:
+            addend.grad.tensor()  # after an error, too: the device may still read its memory
+            addend.grad.forget_device()
+        except BaseException as error:
             self._failure = error
         with self._changed:
             self._waiting_bytes -= addend.num_bytes
             self._changed.notify_all()
-        return True
+        self._here.append(addend)
 
     def _order(self, addend: _Addend) -> _Ordered | None:
         """Put an addition into the kernels' queue, and behind a sum's last one its squares; ``None`` after an error."""

@@ -105,6 +105,9 @@ class Transfers(Protocol):
             slot: this bucket's own; the gradient in it is overwritten. ``None``: take one from the ring.
         """
 
+    def later(self, grad: torch.Tensor, made: DeviceEvent) -> D2HCopy:
+        """The same copy through the ring, which :meth:`D2HCopy.begin` begins."""
+
     def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
         """Reserve host memory for each bucket's gradients, once; ``None``: they go through the ring.
 
@@ -152,6 +155,9 @@ class SameMemory:
 
     def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
         return _CpuGradient(grad)
+
+    def later(self, grad: torch.Tensor, made: DeviceEvent) -> D2HCopy:
+        return self.fetch(grad, made)
 
     def own_staging(self, sizes: Sequence[int]) -> Sequence[StagingBuffer | None]:
         return [None] * len(sizes)

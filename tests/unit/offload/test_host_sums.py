@@ -13,7 +13,7 @@ from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBu
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.pairs import every_pair
-from tests.unit.offload.host_optimizers import RATES, FarBehind, Point, make_host, wait_until
+from tests.unit.offload.host_optimizers import RATES, FarBehind, Made, Point, make_host, wait_until
 from tests.unit.offload.test_copying_transfers import train
 from tests.unit.offload.tiny_runs import ALL
 
@@ -126,6 +126,28 @@ def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> 
         transfers.copies[number].is_made.set()
     loop.join(60)
     assert not loop.is_alive()
+    host.close()
+
+
+def test_the_thread_begins_a_copy_when_the_device_has_computed_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that waits for the device could fill the driver's queue, and the loop's next launch would wait with it."""
+    transfers, begun = FarBehind(), list[tuple[str, bool]]()
+
+    def begin(self: Made, *, urgent: bool) -> bool:
+        begun.append((threading.current_thread().name, self.is_made.is_set()))
+        return True
+
+    monkeypatch.setattr(Made, "begin", begin)
+    host = make_sums(transfers)
+    submit(host, 1.0, first=True, last=True)
+    wait_until(lambda: transfers.copies[0].looks > 1)
+    assert len(transfers.copies) == len(UNITS) and not begun
+    for number, copy in enumerate(transfers.copies):
+        copy.is_made.set()
+        wait_until(lambda number=number: len(begun) == number + 1)
+    assert set(begun) == {("gptpar-gradient-sums", True)}
+    assert host.sums is not None
+    assert host.sums.squares() == pytest.approx({piece.unit: 100.0 for piece in UNITS})
     host.close()
 
 

@@ -66,6 +66,9 @@ class _LayerStage:
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
         return self._units
 
+    def lookups(self) -> Collection[str]:
+        return ()
+
     def global_parameters(self) -> dict[str, nn.Parameter]:
         return {name: self._owner.parameters[name] for name in self._trained}
 

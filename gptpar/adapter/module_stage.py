@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -102,6 +102,10 @@ class ModuleStage(PlacedParameters):
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
         """Path of a scope -> its units."""
         return {scope.path: scope.units for scope in self.plan.scopes}
+
+    def lookups(self) -> Collection[str]:
+        """None is known: a module may read its parameters in any way."""
+        return ()
 
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """First name -> parameter, of all trained parameters."""

@@ -46,6 +46,9 @@ class EngineStage(Protocol):
     def units_by_layer(self) -> dict[str, tuple[str, ...]]:
         """Layer's name -> the units that hold its parameters."""
 
+    def lookups(self) -> Collection[str]:
+        """Layers whose backward pass reads none of their parameters, as far as they are known."""
+
     def global_parameters(self) -> dict[str, nn.Parameter]:
         """Global name -> parameter, for all parameters that get gradients."""
 
@@ -196,7 +199,7 @@ class Engine:
         self.gatherer = ParameterGatherer(
             parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
         )
-        self.gatherer.follow(orders)
+        self.gatherer.follow(orders, lookups=[name for stage in self.stages for name in stage.lookups()])
         self.gradients = GradientCollector(
             _trained_units(orders, layers, frozen_units),
             GradientReducer(memory, settings.reduce_dtype, subscriber, self.graph_breaks, tied, settings.counts_zeros),

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from gptpar.engine.backward_passes import BACKWARD_PASSES
+from gptpar.engine.call_order import CallOrder, call_order
 from gptpar.engine.data_axes import DataAxes
 from gptpar.engine.parameter_memory import ParameterMemory
 from gptpar.engine.step_graph import GraphBreaks
@@ -63,14 +64,12 @@ class ParameterGatherer:
     ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
                         there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
                         With transient memory, it is empty outside of backward passes
-    ``_next``,          the layer that is called after, and before, a layer: it is started while that layer runs. Only
-    ``_previous``       :meth:`follow` changes them
-    ``_last``           layers that stay after their forward pass, because their backward pass follows at once, or
-                        because :meth:`follow` was given them
+    ``_order``          which layers are started while a layer runs, and which stay. Only :meth:`follow` changes it
+    ``_updated``        units for whose update the host has waited since the last step: it may start them early
     ``_staying``        present units that :meth:`backward_done` has left for the next micro-batch's forward pass, after
                         which they are released as all others
     ``_room``           bytes of the device that were in use when a forward pass for a backward pass had called its last
-                        layer; ``None`` before
+                        layer; ``None``: nothing stays
     ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
     ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
@@ -113,11 +112,10 @@ class ParameterGatherer:
         self._pending: dict[str, Any] = {}
         self._present = set() if memory.transient else set(memory.full)
         self._in_backward: set[str] = set()
-        self._last: set[str] = set()
         self._staying: set[str] = set()
         self._room: int | None = None
-        self._next: dict[str, str] = {}
-        self._previous: dict[str, str] = {}
+        self._updated: set[str] = set()
+        self._order = CallOrder()
         self.watch: PresenceWatch | None = None
         self.on_call: Callable[[str], None] = lambda name: None
         self.changes = self._holds = 0
@@ -170,25 +168,15 @@ class ParameterGatherer:
         self._layer_of |= dict.fromkeys(moved, into)
         self.acquire(into)
 
-    def follow(self, orders: Sequence[Sequence[str]], stays: Collection[str] = ()) -> None:
-        """Prefetch layers in this order.
-
-        Args:
-            orders: for each virtual stage, its layers in the order of calls. The last layer's parameters stay after its
-                forward pass, because its backward pass follows at once.
-            stays: more layers whose parameters stay.
-        """
-        self._last = {names[-1] for names in orders if names} | set(stays)
-        self._next.clear()
-        self._previous.clear()
-        for names in orders:
-            for before, after in zip(names, names[1:], strict=False):
-                self._next.setdefault(before, after)
-                self._previous[after] = before
+    def follow(self, orders: Sequence[Sequence[str]], **kept: Collection[str]) -> None:
+        """Prefetch layers in this order from now on; see :func:`~gptpar.engine.call_order.call_order`."""
+        sizes = {name: sum(self._full[unit].nbytes for unit in units) for name, units in self._units.items()}
+        self._order = call_order(orders, sizes, **kept)
 
     def changed(self) -> None:
         """Declare that the shards have new values, which each layer gets before its next call."""
         self.changes += 1
+        self._updated.clear()
         if self._memory.transient:
             holds, self._holds = self._holds, 0
             self.release_all()  # inside held() as well: those values are outdated, too
@@ -213,16 +201,19 @@ class ParameterGatherer:
         return y
 
     def before_forward(self, name: str) -> None:
-        """Acquire a layer, and start the next one.
+        """Acquire a layer, and start the next ones.
 
         To start the next layer, the host waits for the subscriber's update of the *next* layer before this one is
-        called.
+        called. Layers behind that one are started only if the host need not wait.
         """
         if self._subscriber is not None and self._subscriber.sums is not None:
             self._subscriber.sums.keep_pace()
         self.acquire(name)
-        if self._is_prefetched and not self._in_backward and name not in self._last:
-            self._start(self._next.get(name))  # not in recomputation: the backward pass goes the other way
+        if self._is_prefetched and not self._in_backward and name not in self._order.last:
+            for number, after in enumerate(self._order.following.get(name, ())):
+                if number and self._subscribed and not self._updated.issuperset(self._units[after]):
+                    break
+                self._start(after)  # not in recomputation: the backward pass goes the other way
 
     def after_forward(self, name: str, output: torch.Tensor | None) -> None:
         """Release a layer after its call, unless its backward pass needs it at once; expect that pass.
@@ -232,28 +223,43 @@ class ParameterGatherer:
         """
         if not self._memory.transient:
             return
-        if output is not None:
+        if output is not None and name not in self._order.lookups:
             output.register_hook(lambda _: self.before_backward(name))
         if name in self._in_backward:
             return
-        if output is not None and name in self._last:
+        if output is not None and name in self._order.last:
             self._room = self._memory.in_use()
         else:
             self.release(name)
 
     def before_backward(self, name: str) -> None:
-        """Acquire a layer whose backward pass is about to begin, or has begun already, and start the previous one."""
+        """Acquire a layer whose backward pass is about to begin, or has begun already, and start the previous one.
+
+        A lookup is started for the next forward pass only, if it may stay.
+        """
         if self._memory.transient:
             BACKWARD_PASSES.at_end(self.end_backward)
         self._in_backward.add(name)
         self.acquire(name)
-        self._start(self._previous.get(name))
+        previous = self._order.previous.get(name)
+        if previous not in self._order.lookups:
+            self._start(previous)
+        elif previous is not None and self._has_room(previous):
+            self._start(previous)
+            self._staying.update(self._units[previous])
+
+    def _has_room(self, name: str | None = None) -> bool:
+        """Whether units may stay for the next forward pass, after a layer is brought: memory was as full in the last.
+
+        If other processes have parts of them nothing stays: all gather at the same places, and memory differs.
+        """
+        if self._room is None or self._is_sharded or not self._memory.transient:
+            return False
+        coming = sum(self._full[unit].nbytes for unit in self._units[name]) if name is not None else 0
+        return self._memory.in_use() + coming <= self._room
 
     def backward_done(self, unit: str, is_final: bool = False) -> None:
-        """Release a unit whose gradients are complete: this backward pass does not need its parameters again.
-
-        It stays for the next forward pass if no more memory is in use than at the end of the last one, and if no other
-        process has to gather it at the same place: memory differs between processes.
+        """Release a unit whose gradients are complete, or let it stay for the next micro-batch's forward pass.
 
         Args:
             is_final: whether the step's gradient is: a subscriber may give the parameters new values before the step.
@@ -262,7 +268,9 @@ class ParameterGatherer:
             self.watch.may_change(unit)
         if self._memory.transient:
             self._in_backward.discard(self._layer_of[unit])
-            if is_final or self._is_sharded or self._room is None or self._memory.in_use() > self._room:
+            if is_final:
+                self._room = None
+            if not self._has_room():
                 self._release_unit(unit)
             elif unit in self._present:
                 self._staying.add(unit)
@@ -330,6 +338,7 @@ class ParameterGatherer:
         if self._subscriber is not None and unit not in self._frozen:
             self._graph_breaks.at(partial(self._subscriber.wait, unit))
         self._present.add(unit)
+        self._updated.add(unit)
         if self._memory.transient:
             self._memory.allocate(unit)
         work = self._fill(unit)

@@ -108,7 +108,10 @@ class ParameterMemory:
 
     def in_use(self) -> int:
         """Bytes of the device that this process's tensors fill; 0 on a CPU, where freed units save nothing."""
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+        if self._device.type != "cuda":
+            return 0
+        found: int = torch.cuda.memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"]
+        return found  # memory_allocated() would sort all statistics first
 
     @torch.no_grad()
     def fill(self, unit: Unit, values: Mapping[str, torch.Tensor]) -> None:

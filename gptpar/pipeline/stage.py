@@ -16,6 +16,7 @@ from gptpar.pipeline.auxiliary_losses import AuxiliaryLosses
 from gptpar.pipeline.host_activations import HostActivations
 from gptpar.pipeline.recompute import Keep, recomputed
 from gptpar.system.compile_cache import refuse_others_compile_cache
+from gptpar.tensor_parallel import VocabParallelEmbedding
 from gptpar.topology.mesh import COPIES
 from gptpar.topology.placement import ParameterInfo, declared_by
 
@@ -147,6 +148,12 @@ class Stage(nn.Module):
         copies on other axes also theirs.
         """
         return {name: tuple(units) for name, units in self._units.items()}
+
+    def lookups(self) -> list[str]:
+        """Layers that only look rows up: their backward pass reads no parameter. One that is called twice is more."""
+        order = self.call_order()
+        called = self.layers_by_name().items()
+        return [name for name, layer in called if isinstance(layer, VocabParallelEmbedding) and order.count(name) == 1]
 
     def infos_by_unit(self) -> dict[str, dict[str, ParameterInfo]]:
         """Unit -> global name -> description of the parameter, both in forward order."""

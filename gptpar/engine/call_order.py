@@ -1,0 +1,60 @@
+"""The order in which layers are called, and which layers' parameters are brought while another layer runs. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class CallOrder:
+    """Which layers are started while a layer runs, and which ones stay.
+
+    Attributes:
+        following: the layers to start in a layer's forward pass, the next one first.
+        previous: the layer to start in a layer's backward pass.
+        last: layers that stay after their forward pass.
+        lookups: layers whose backward pass reads none of their parameters.
+    """
+
+    following: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    previous: Mapping[str, str] = field(default_factory=dict)
+    last: Collection[str] = frozenset()
+    lookups: Collection[str] = frozenset()
+
+
+def call_order(
+    orders: Sequence[Sequence[str]],
+    sizes: Mapping[str, int],
+    stays: Collection[str] = (),
+    lookups: Collection[str] = (),
+) -> CallOrder:
+    """The order of these calls.
+
+    Args:
+        orders: for each virtual stage, its layers in the order of calls. The last layer's parameters stay after its
+            forward pass, because its backward pass follows at once.
+        sizes: layer -> bytes of its parameters.
+        stays: more layers whose parameters stay.
+        lookups: see :class:`CallOrder`.
+    """
+    following: dict[str, Sequence[str]] = {}
+    previous: dict[str, str] = {}
+    for names in orders:
+        for number, name in enumerate(names[:-1]):
+            following.setdefault(name, _ahead(names[number + 1 :], sizes))
+            previous[names[number + 1]] = name
+    last = {names[-1] for names in orders if names} | set(stays)
+    return CallOrder(following, previous, frozenset(last), frozenset(lookups))
+
+
+def _ahead(names: Sequence[str], sizes: Mapping[str, int]) -> Sequence[str]:
+    """The first layers, until they have as many bytes as the largest of all.
+
+    The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. They take
+    no memory at the worst moment, for which the activations of those blocks are missing.
+    """
+    most, count = max(sizes.values()), 1
+    while count < len(names) and sum(sizes[name] for name in names[:count]) < most:
+        count += 1
+    return names[:count]

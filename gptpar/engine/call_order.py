@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 
 @dataclass(frozen=True)
@@ -12,13 +13,13 @@ class CallOrder:
 
     Attributes:
         following: the layers to start in a layer's forward pass, the next one first.
-        previous: the layer to start in a layer's backward pass.
+        previous: the layer to start in a layer's backward pass, and the lookups before that one.
         last: layers that stay after their forward pass.
         lookups: layers whose backward pass reads none of their parameters.
     """
 
     following: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    previous: Mapping[str, str] = field(default_factory=dict)
+    previous: Mapping[str, Sequence[str]] = field(default_factory=dict)
     last: Collection[str] = frozenset()
     lookups: Collection[str] = frozenset()
 
@@ -39,11 +40,12 @@ def call_order(
         lookups: see :class:`CallOrder`.
     """
     following: dict[str, Sequence[str]] = {}
-    previous: dict[str, str] = {}
+    previous: dict[str, Sequence[str]] = {}
     for names in orders:
-        for number, name in enumerate(names[:-1]):
+        for number, name in enumerate(names):
             following.setdefault(name, _ahead(names[number + 1 :], sizes))
-            previous[names[number + 1]] = name
+            before = names[:number][::-1]
+            previous[name] = [*before[:1], *takewhile(lambda one: one in lookups, before[1:])]
     last = {names[-1] for names in orders if names} | set(stays)
     return CallOrder(following, previous, frozenset(last), frozenset(lookups))
 
@@ -54,7 +56,7 @@ def _ahead(names: Sequence[str], sizes: Mapping[str, int]) -> Sequence[str]:
     The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. They take
     no memory at the worst moment, for which the activations of those blocks are missing.
     """
-    most, count = max(sizes.values()), 1
+    most, count = max(sizes.values(), default=0), 1
     while count < len(names) and sum(sizes[name] for name in names[:count]) < most:
         count += 1
     return names[:count]

@@ -241,12 +241,12 @@ class ParameterGatherer:
             BACKWARD_PASSES.at_end(self.end_backward)
         self._in_backward.add(name)
         self.acquire(name)
-        previous = self._order.previous.get(name)
-        if previous not in self._order.lookups:
-            self._start(previous)
-        elif previous is not None and self._has_room(previous):
-            self._start(previous)
-            self._staying.update(self._units[previous])
+        for previous in self._order.previous.get(name, ()):
+            if previous not in self._order.lookups:
+                self._start(previous)
+            elif self._has_room(previous):
+                self._start(previous)
+                self._staying.update(self._units[previous])
 
     def _has_room(self, name: str | None = None) -> bool:
         """Whether units may stay for the next forward pass, after a layer is brought: memory was as full in the last.
@@ -328,8 +328,8 @@ class ParameterGatherer:
             if self.watch is not None:
                 self.watch.arrived(unit)
 
-    def _start(self, name: str | None) -> None:
-        for unit in self._units.get(name, ()) if name is not None else ():
+    def _start(self, name: str) -> None:
+        for unit in self._units.get(name, ()):
             self._start_unit(unit)
 
     def _start_unit(self, unit: str) -> None:

@@ -199,7 +199,7 @@ class Engine:
         self.gatherer = ParameterGatherer(
             parameters, layers, data, subscriber, self.graph_breaks, frozen_units, subscribed=table.may_offload
         )
-        self.gatherer.follow(orders, lookups=[name for stage in self.stages for name in stage.lookups()])
+        self.gatherer.follow(orders, lookups=_lookups(self.stages))
         self.gradients = GradientCollector(
             _trained_units(orders, layers, frozen_units),
             GradientReducer(memory, settings.reduce_dtype, subscriber, self.graph_breaks, tied, settings.counts_zeros),
@@ -356,6 +356,10 @@ def _masters_are_parameters(table: ParameterTable, parameters: ParameterMemory, 
 def _call_orders(stages: Sequence[EngineStage], layers: Collection[str]) -> list[list[str]]:
     """For each stage its layers with parameters, as forward calls them."""
     return [[name for name in stage.call_order() if name in layers] for stage in stages]
+
+
+def _lookups(stages: Sequence[EngineStage]) -> list[str]:
+    return [name for stage in stages for name in stage.lookups()]
 
 
 def _trained_units(

@@ -4,7 +4,7 @@ Each micro-batch's gradient leaves the device in its own number format, through 
 adds it to its bucket's sum in fp32 or wider. The additions are those of a sum on the device, in the same order, so no
 bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch: the ring holds a third
 of the gradients, so the additions may go on in the next forward pass. The thread begins the copies as well, each when
-its gradient is computed: copies that wait for the device fill the driver's queue, and whoever begins one waits, too.
+its gradient is computed: the driver takes some 50 copies behind unfinished work, then whoever begins one waits for it.
 
 An addend goes through five queues, in order. The training loop puts it into the first, and only the thread takes it on:
 
@@ -240,14 +240,17 @@ class HostSums:
         except BaseException as error:  # each addend's turn tells the training loop
             self._failure = error
         is_open = True
-        while is_open or self._computed or self._leaving or self._here or self._ordered:
-            is_idle = not (self._computed or self._leaving or self._here or self._ordered)
-            while is_open and (is_idle or not self._submitted.empty()):
-                addend, is_idle = self._submitted.get(), False
+        while is_open or self._is_busy():
+            while is_open and not (self._is_busy() and self._submitted.empty()):
+                addend = self._submitted.get()
                 is_open = addend is not None
                 if addend is not None:
                     self._computed.append(addend)
             self._take_next()
+
+    def _is_busy(self) -> bool:
+        """Whether the thread has taken on an addend that is not added yet."""
+        return any((self._computed, self._leaving, self._here, self._ordered))
 
     def _take_next(self) -> None:
         """Begin copies, give up the device's memory of finished ones, and order the next addition or finish one."""

@@ -46,6 +46,8 @@ from gptpar.topology.world import world_from_environment
 
 ALLOCATOR, EXPANDS = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 """The environment variable that configures torch's allocator, and a setting against gaps between tensors."""
+ALLOCATORS = (ALLOCATOR, "PYTORCH_ALLOC_CONF")
+"""All environment variables that configure it."""
 SMALL_GAPS = 0.1
 """What the allocator may hold between tensors, as a share of theirs; the plan expects 0.04."""
 
@@ -69,7 +71,7 @@ def memory_explained(in_force: Callable[[], Config]) -> Iterator[None]:
                 f"this machine's memory is full (a very long run's order of samples needs some){_lower_offload(config)}"
             )
         elif isinstance(error, torch.OutOfMemoryError):
-            full = f"the GPU's memory is full ({_in_use()}{_offload_gradients(config)}"
+            full = f"the GPU's memory is full ({_in_use(config)}{_offload_gradients(config)}"
         elif "can't allocate memory" in str(error):  # the CPU's allocator has no exception of its own
             full = f"this machine's memory is full{_lower_offload(config)}"
         else:
@@ -88,11 +90,19 @@ def _lower_offload(config: Config) -> str:
     )
 
 
-def _in_use() -> str:
+def _expand_segments(config: Config, device: torch.device) -> None:
+    """Configure torch's allocator against gaps where weights come and go, unless the environment configures it."""
+    if device.type == "cuda" and config.offload.cpu_parameters and not any(map(os.environ.get, ALLOCATORS)):
+        torch._C._accelerator_setAllocatorSettings(EXPANDS)
+
+
+def _in_use(config: Config) -> str:
     """How full the GPU was; if much of its memory lay in gaps that were too small, also how to avoid them."""
     used = torch.cuda.max_memory_allocated()
     gaps, were = torch.cuda.max_memory_reserved() - used, f"{format_bytes(used)} were in use"
-    if gaps <= SMALL_GAPS * used or EXPANDS in os.environ.get(ALLOCATOR, ""):
+    settings = [os.environ.get(name, "") for name in ALLOCATORS]
+    expands = any(EXPANDS in one for one in settings) or (config.offload.cpu_parameters and not any(settings))
+    if gaps <= SMALL_GAPS * used or expands:
         return f"{were}):"
     return f"{were}, {format_bytes(gaps)} in gaps between them): set {ALLOCATOR}={EXPANDS} in the environment,"
 
@@ -118,8 +128,7 @@ def open_run(
     """
     started = time.monotonic()
     resume.refuse_foreign_folders(config)
-    parallel = config.parallel
-    _, _, world_size = world_from_environment()
+    parallel, world_size = config.parallel, world_from_environment()[2]
     mesh = parallel.mesh(world_size)
     with ExitStack() as stack:
         stack.enter_context(guarded_console())
@@ -133,6 +142,7 @@ def open_run(
         topology = stack.enter_context(
             open_topology(mesh, backend=parallel.distributed_backend, timeout_minutes=minutes, facts=facts)
         )
+        _expand_segments(config, topology.device)
         say = _say if topology.is_main else lambda line: None
         times = RecoveryTimes(Restart.of_worker(), say)
         folder = stack.enter_context(_run_folder(config, say))

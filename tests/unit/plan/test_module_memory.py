@@ -12,7 +12,7 @@ import gptpar
 from gptpar.cli import main
 from gptpar.errors import GptparError
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.run.assemble import memory_explained
+from gptpar.run.assemble import _expand_segments, memory_explained
 from tests.helpers import TINY, tiny_config
 
 FILE = Path(__file__).parents[2] / "fixtures/user_modules.py"
@@ -105,18 +105,38 @@ def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
     assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
 
 
-@pytest.mark.parametrize(("settings", "is_named"), [("", True), ("expandable_segments:True", False)])
+ON_HOST = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 1 --cpu-parameters"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("flags", "settings", "expands"),
+    [
+        ("", "", False),
+        ("", "expandable_segments:True", True),
+        (ON_HOST, "", True),
+        (ON_HOST, "garbage_collection_threshold:0.8", False),
+        (ON_HOST, "expandable_segments:True", True),
+    ],
+)
 def test_gaps_of_the_allocator_are_named_where_they_are_large(
-    settings: str, is_named: bool, monkeypatch: pytest.MonkeyPatch
+    flags: str, settings: str, expands: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+    is_named = not expands
+    monkeypatch.setenv(name, settings)
+    given = list[str]()
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
+    _expand_segments(tiny_config(flags), torch.device("cuda"))
+    _expand_segments(tiny_config(flags), torch.device("cpu"))
+    assert given == ["expandable_segments:True"] * (flags == ON_HOST and not settings)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 47 << 30)
     for reserved, has_gaps in ((51, False), (77, True)):
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda reserved=reserved: reserved << 30)
-        with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, "")):
+        with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
             raise torch.OutOfMemoryError("CUDA out of memory.")
         told = ", 30.00 GiB in gaps between them): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
         told = f"{told}environment," if has_gaps and is_named else "):"
+        told = f"{told} set --offload-gradients on, or" if flags else told
         assert str(caught.value).startswith(f"the GPU's memory is full (47.00 GiB were in use{told} {LOWER}")
 
 

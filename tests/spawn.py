@@ -11,6 +11,7 @@ with RankPool(2) as ranks:                    # processes that stay: Python and 
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import random
@@ -171,9 +172,18 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection, stays: bool) -> 
             except BaseException:
                 answer = pickle.dumps((False, traceback.format_exc()))
             pipe.send_bytes(answer)
+            _destroy_groups()
             is_first = False
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _destroy_groups() -> None:
+    """Destroy the groups of a call: each has a thread that wakes a hundred times a second."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def _stack_file(folder: str, rank: int) -> Path:

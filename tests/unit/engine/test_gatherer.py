@@ -65,3 +65,36 @@ def test_what_stays_comes_once_a_micro_batch(room: str, flags: str, monkeypatch:
         assert came == [count * (forward + backward) + tied for count in STEPS]
     else:
         assert forward + 3 * backward + tied < came[0] < 3 * (forward + backward) + tied
+
+
+def test_layers_ahead_are_brought_before_a_large_one_and_never_waited_for() -> None:
+    """The LM head has the bytes of several blocks. In a step's first forward pass the host waits one layer ahead."""
+    flags = "--untie-embeddings-and-output-weights --num-layers 4"
+    offload = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 1 --cpu-parameters"
+    config = tiny_config(f"--global-batch-size 4 --fp64 {flags} {offload}")
+    trainer = make_trainer(config.update("model", padded_vocab_size=4096))
+    events = list[tuple[str, str]]()
+    with pytest.MonkeyPatch.context() as patch:
+        allocate, in_use = ParameterMemory.allocate, itertools.count()
+        patch.setattr(ParameterMemory, "in_use", lambda self: next(in_use))  # nothing stays
+        patch.setattr(
+            ParameterMemory, "allocate", lambda self, unit: (events.append(("brought", unit)), allocate(self, unit))[1]
+        )
+        trainer.engine.gatherer.on_call = lambda name: events.append(("called", name))
+        for number in range(2):
+            events.clear()
+            parts = random_tokens(4, 16, 60, seed=number).split(2)
+            loss = trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], number)
+            trainer.update(loss, iteration=number + 1, samples=4, progress=4 * number + 4, stop=False)
+    trainer.close()
+    names = [name for event, name in events if event == "called"][:8]
+    ends = [index for index, event in enumerate(events) if event == ("called", names[-1])]
+    first, second = ([called_with(events, end, name) for name in names[1:]] for end in ends)
+    assert first == names[:-1]
+    assert second == ["embedding"] * 7  # all other layers together are smaller than the LM head
+
+
+def called_with(events: list[tuple[str, str]], end: int, name: str) -> str:
+    """The layer whose call brought another one, in the forward pass that ends at an event."""
+    brought = max(index for index in range(end) if events[index] == ("brought", name))
+    return next(layer for event, layer in events[brought:] if event == "called")

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 from gptpar.reporting.scalars import SAMPLES_SUFFIX
@@ -47,6 +48,16 @@ def cut_after(folder: Path, iteration: int, samples: int) -> None:
             with open_regular(path) as old, atomic_output(path, temporary) as new:
                 while (left := end - new.tell()) > 0:
                     new.write(old.read(min(left, 1 << 20)))
+
+
+def set_aside(folder: Path) -> None:
+    """Move a run's event files into ``earlier-1``, or the same with the first free number: the run begins anew."""
+    files = event_files(folder)
+    if files:
+        aside = next(one for number in count(1) if not (one := folder / f"earlier-{number}").exists())
+        aside.mkdir()
+        for path in files:
+            path.rename(aside / path.name)
 
 
 def _end(path: Path, iteration: int, samples: int) -> int | None:

@@ -70,8 +70,12 @@ class RunFolder:
 
     def _go_on_from(self, iteration: int, consumed_samples: int, damaged: bool) -> None:
         leave_branch(self._root, iteration, consumed_samples, self._tensorboard, self._say, damaged=damaged)
-        if iteration > 0 and self._tensorboard is not None:
+        if self._tensorboard is None:
+            return
+        if iteration > 0:
             self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
+        elif is_inside(self._tensorboard, self._root):
+            event_files.set_aside(self._tensorboard)
 
     def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
         """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl shows if there are any."""

@@ -68,6 +68,23 @@ def curve(root: Path, name: str = "lm loss") -> list[int]:
     return sorted(event.step for event in events.Scalars(name))
 
 
+def test_a_beginning_without_a_checkpoint_has_curves_of_its_own(tmp_path: Path, pretrain: Run) -> None:
+    flags = f"--tensorboard-dir {tmp_path}/tensorboard --save {tmp_path} --log-interval 1 --train-iters 3"
+    other = tmp_path / "tensorboard" / "other" / "events.out.tfevents.1.another-run"
+    other.parent.mkdir(parents=True)
+    other.touch()
+    for earlier in range(3):
+        pretrain(flags)
+        assert curve(tmp_path) == [1, 2, 3]
+        assert [len(list((tmp_path / "tensorboard").glob(f"earlier-{n}/*tfevents*"))) for n in (1, 2, 3)] == [
+            *[1] * earlier,
+            *[0] * (3 - earlier),
+        ]
+        shutil.rmtree(tmp_path / "iter_0000003")  # as if it had been killed before
+        (tmp_path / HINT_NAME).unlink()
+    assert other.exists()
+
+
 @pytest.mark.slow
 def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain: Run) -> None:
     before = read_tensors(folder / "iter_0000008")

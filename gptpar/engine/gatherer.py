@@ -1,4 +1,4 @@
-"""Gathers sharded parameters before a layer needs them, one layer ahead, and releases them."""
+"""Gathers sharded parameters before a layer needs them, while earlier layers run, and releases them."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ParameterGatherer:
 
     Under ZeRO-1 and 2 each process updates its shard in a step, and the shards are gathered while the next forward pass
     runs: a layer waits for its own parameters only. Under ZeRO-3 a layer's parameters exist from shortly before its
-    forward pass to its end, and again in the backward pass until its gradients are complete; meanwhile the following
-    layer's parameters are gathered. Parameters that live in host memory are handled like this at any ZeRO stage. If no
+    forward pass to its end, and again in the backward pass until its gradients are complete; meanwhile those of the
+    following layers are gathered. Parameters that live in host memory are handled like this at any ZeRO stage. If no
     other process has a part of them, those that fit stay from a backward pass to the next micro-batch's forward pass:
     the backward pass has freed the memory of activations, which the forward pass fills again.
 

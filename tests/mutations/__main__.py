@@ -6,7 +6,7 @@
     python -m tests.mutations --list             what there is
 
 Prints a line for each mutation: which test caught it, how, and after how many seconds. Returns 1 if a mutation was not
-caught, or if a test fails without any. It takes about 15 minutes of two cores and is therefore no part of the suite.
+caught, or if a test fails without any. It takes about 40 minutes of two cores and is therefore no part of the suite.
 ``tests/unit/repository/test_mutations.py`` is: it checks that each mutation still fits the code.
 
 With ``--fast``, only tests of the fast tier run: those that a mutation names, then the unit tests of its package. It

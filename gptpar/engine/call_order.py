@@ -42,21 +42,22 @@ def call_order(
     following: dict[str, Sequence[str]] = {}
     previous: dict[str, Sequence[str]] = {}
     for names in orders:
+        most = max((sizes[name] for name in names[1:] if name != names[0] and name not in stays), default=0)
         for number, name in enumerate(names):
-            following.setdefault(name, _ahead(names[number + 1 :], sizes))
+            following.setdefault(name, _ahead(names[number + 1 :], sizes, most))
             before = names[:number][::-1]
             previous[name] = [*before[:1], *takewhile(lambda one: one in lookups, before[1:])]
     last = {names[-1] for names in orders if names} | set(stays)
     return CallOrder(following, previous, frozenset(last), frozenset(lookups))
 
 
-def _ahead(names: Sequence[str], sizes: Mapping[str, int]) -> Sequence[str]:
-    """The first layers, until they have as many bytes as the largest of all.
+def _ahead(names: Sequence[str], sizes: Mapping[str, int], most: int) -> Sequence[str]:
+    """The first layers, until they have as many bytes as the largest of those that are brought amid a pass.
 
     The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. They take
     no memory at the worst moment, for which the activations of those blocks are missing.
     """
-    most, count = max(sizes.values(), default=0), 1
+    count = 1
     while count < len(names) and sum(sizes[name] for name in names[:count]) < most:
         count += 1
     return names[:count]

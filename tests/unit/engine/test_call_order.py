@@ -13,8 +13,15 @@ def test_layers_ahead_have_as_many_bytes_as_the_largest() -> None:
     assert order.following["block2"] == ["block3", "block4", "norm", "head"]
     assert order.following["block4"] == ["norm", "head"]
     assert order.following["head"] == []
-    equal = call_order([BLOCKS], SIZES | {"embedding": 10, "head": 10})
-    assert equal.following["block1"] == ["block2"]
+    assert call_order([BLOCKS], SIZES).following["block1"] == ["block2"]
+
+
+def test_the_first_layer_and_those_that_stay_are_not_brought_amid_a_pass() -> None:
+    tied = call_order([["embedding", *BLOCKS, "norm", "embedding"]], SIZES)
+    assert tied.following["embedding"] == ["block0"]
+    assert tied.following["block4"] == ["norm", "embedding"]
+    root = call_order([["embedding", *BLOCKS, "head"]], SIZES, stays=["head"])
+    assert root.following["block1"] == ["block2"]
 
 
 def test_a_lookup_is_started_with_the_layer_behind_it() -> None:
@@ -35,5 +42,5 @@ def test_each_virtual_stage_has_its_own_last_layer() -> None:
 
 def test_a_tied_layer_is_followed_as_at_its_first_call() -> None:
     order = call_order([["embedding", "block0", "embedding"]], SIZES)
-    assert order.following["embedding"] == ["block0", "embedding"]
+    assert order.following["embedding"] == ["block0"]
     assert order.previous["embedding"] == ["block0"]

@@ -54,8 +54,8 @@ def call_order(
 def _ahead(names: Sequence[str], sizes: Mapping[str, int], most: int) -> Sequence[str]:
     """The first layers, until they have as many bytes as the largest of those that are brought amid a pass.
 
-    The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. They take
-    no memory at the worst moment, for which the activations of those blocks are missing.
+    The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. The loss
+    needs more memory than what is brought early: the head's gradient is as large.
     """
     count = 1
     while count < len(names) and sum(sizes[name] for name in names[:count]) < most:

@@ -65,11 +65,11 @@ class ParameterGatherer:
                         there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
                         With transient memory, it is empty outside of backward passes
     ``_order``          which layers are started while a layer runs, and which stay. Only :meth:`follow` changes it
-    ``_updated``        units for whose update the host has waited since the last step: it may start them early
-    ``_staying``        present units that :meth:`backward_done` has left for the next micro-batch's forward pass, after
-                        which they are released as all others
-    ``_room``           bytes of the device that were in use when a forward pass for a backward pass had called its last
-                        layer; ``None``: nothing stays
+    ``_updated``        units for whose update the host has waited since the last step: it need not wait again
+    ``_staying``        present units that a backward pass has left for the next micro-batch's forward pass, after which
+                        they are released as all others
+    ``_room``           how many bytes of the device may be in use while units stay: as at the end of the forward pass,
+                        without the last layer's; ``None``: nothing stays
     ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
     ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
@@ -170,8 +170,7 @@ class ParameterGatherer:
 
     def follow(self, orders: Sequence[Sequence[str]], **kept: Collection[str]) -> None:
         """Prefetch layers in this order from now on; see :func:`~gptpar.engine.call_order.call_order`."""
-        sizes = {name: sum(self._full[unit].nbytes for unit in units) for name, units in self._units.items()}
-        self._order = call_order(orders, sizes, **kept)
+        self._order = call_order(orders, {name: self._bytes_of(name) for name in self._units}, **kept)
 
     def changed(self) -> None:
         """Declare that the shards have new values, which each layer gets before its next call."""
@@ -228,7 +227,8 @@ class ParameterGatherer:
         if name in self._in_backward:
             return
         if output is not None and name in self._order.last:
-            self._room = self._memory.in_use()
+            # The layer's parameters and their gradient leave in the backward pass, before any other layer's stay.
+            self._room = max(0, self._memory.in_use() - 2 * self._bytes_of(name))
         else:
             self.release(name)
 
@@ -244,19 +244,17 @@ class ParameterGatherer:
         for previous in self._order.previous.get(name, ()):
             if previous not in self._order.lookups:
                 self._start(previous)
-            elif self._has_room(previous):
+            elif self._has_room(2 * self._bytes_of(previous)):  # its gradient comes, too
                 self._start(previous)
                 self._staying.update(self._units[previous])
 
-    def _has_room(self, name: str | None = None) -> bool:
-        """Whether units may stay for the next forward pass, after a layer is brought: memory was as full in the last.
+    def _has_room(self, coming: int = 0) -> bool:
+        """Whether units may stay when so many bytes have come; never if processes gather them, at the same places."""
+        can_stay = self._memory.transient and not self._is_sharded
+        return can_stay and self._room is not None and self._memory.in_use() + coming <= self._room
 
-        If other processes have parts of them nothing stays: all gather at the same places, and memory differs.
-        """
-        if self._room is None or self._is_sharded or not self._memory.transient:
-            return False
-        coming = sum(self._full[unit].nbytes for unit in self._units[name]) if name is not None else 0
-        return self._memory.in_use() + coming <= self._room
+    def _bytes_of(self, name: str) -> int:
+        return sum(self._full[unit].nbytes for unit in self._units[name])
 
     def backward_done(self, unit: str, is_final: bool = False) -> None:
         """Release a unit whose gradients are complete, or let it stay for the next micro-batch's forward pass.
@@ -306,6 +304,7 @@ class ParameterGatherer:
         """
         if self._subscribed:
             self._present = set(self._frozen)
+            self._updated.clear()
             return
         for name in self._units if not self._memory.transient else ():
             self.acquire(name)
@@ -386,6 +385,8 @@ class ParameterGatherer:
             for unit in self._full:
                 if unit not in self._staying:
                     self._release_unit(unit)
+                elif self.watch is not None:
+                    self.watch.left(unit)
 
     def _release_unit(self, unit: str) -> None:
         if unit in self._present and not self._holds:

@@ -256,7 +256,7 @@ class HostSums:
         """Begin copies, give up the device's memory of finished ones, and order the next addition or finish one."""
         while self._computed and self._begins(self._computed[0], urgent=False):
             self._leaving.append(self._computed.popleft())
-        while self._leaving and self._leaving[0].grad.arrived():
+        while self._leaving and self._has_arrived(self._leaving[0]):
             self._arrive(self._leaving.popleft())
         if self._ordered and (len(self._ordered) == MAX_ORDERED or not (self._here or self._leaving)):
             self._finish(*self._ordered.popleft())
@@ -273,15 +273,31 @@ class HostSums:
     def _begins(self, addend: _Addend, *, urgent: bool) -> bool:
         """Begin a gradient's copy if the device has computed it; False: not yet, or the ring has no slot for it.
 
+        After an error nothing is waited for: the result is True.
+
         Args:
             urgent: whether it may take the ring's last slots.
         """
         try:
             self._shared.raise_failure()
             return addend.grad.made() and addend.grad.begin(urgent=urgent)
-        except BaseException as error:  # the training loop raises it when it waits
-            self._failure = error
+        except BaseException as error:
+            self._fail(error)
             return True
+
+    def _has_arrived(self, addend: _Addend) -> bool:
+        """Whether a gradient is in host memory; True after an error, too."""
+        try:
+            return addend.grad.arrived()
+        except BaseException as error:
+            self._fail(error)
+            return True
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep an error for the training loop, which raises it where it waits."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def _arrive(self, addend: _Addend) -> None:
         """Wait until a gradient is in host memory; then the device's memory is free."""

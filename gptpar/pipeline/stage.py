@@ -150,10 +150,15 @@ class Stage(nn.Module):
         return {name: tuple(units) for name, units in self._units.items()}
 
     def lookups(self) -> list[str]:
-        """Layers that only look rows up: their backward pass reads no parameter. One that is called twice is more."""
-        order = self.call_order()
-        called = self.layers_by_name().items()
-        return [name for name, layer in called if isinstance(layer, VocabParallelEmbedding) and order.count(name) == 1]
+        """Layers that only look rows up: their backward pass reads no parameter."""
+        names = [spec.name for spec in self.specs]  # a tied embedding is called as the LM head, too
+        return [
+            spec.name
+            for spec in self.specs
+            if spec.cls is VocabParallelEmbedding
+            and names.count(spec.name) == 1
+            and not (isinstance(spec, TiedLayerSpec) and spec.forward_fn)
+        ]
 
     def infos_by_unit(self) -> dict[str, dict[str, ParameterInfo]]:
         """Unit -> global name -> description of the parameter, both in forward order."""

@@ -278,7 +278,7 @@ def staying(job: Job, part: StagePart) -> float:
 
     Weights that came from the host stay as far as the activations, which the backward pass has freed, took memory.
     """
-    if not job.config.offload.cpu_parameters or job.shards > 1:
+    if not job.config.offload.cpu_parameters or job.zero_stage > 0:
         return 0.0
     kept = sum(_kept(job, part, job.recomputed(part)).values())
     return min(1.0, kept / (job.table(part).length() * job.element_size))

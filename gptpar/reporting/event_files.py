@@ -1,4 +1,4 @@
-"""Truncates TensorBoard's event files when a run goes back to an earlier iteration.
+"""Truncates TensorBoard's event files when a run goes back to an earlier iteration, or sets them aside.
 
 TensorBoard shows every event of every file in a folder. Its own remedy (``purge_step``) drops all events from a step
 on, whatever their axis; curves over samples would end at a number of iterations. So the files themselves are truncated.

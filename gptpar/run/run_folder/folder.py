@@ -70,20 +70,22 @@ class RunFolder:
 
     def _go_on_from(self, iteration: int, consumed_samples: int, damaged: bool) -> None:
         leave_branch(self._root, iteration, consumed_samples, self._tensorboard, self._say, damaged=damaged)
-        if self._tensorboard is None:
-            return
-        if iteration > 0:
-            self._cut_what_is_taken_again(self._tensorboard, iteration, consumed_samples)
-        elif is_inside(self._tensorboard, self._root):
-            event_files.set_aside(self._tensorboard)
+        if self._tensorboard is not None:
+            self._put_curves_in_order(self._tensorboard, iteration, consumed_samples)
 
-    def _cut_what_is_taken_again(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
-        """Drop the events of steps after the checkpoint, as after a crash; metrics.jsonl shows if there are any."""
+    def _put_curves_in_order(self, tensorboard: Path, iteration: int, consumed_samples: int) -> None:
+        """Drop the events of steps that are taken again, or set a former beginning's aside.
+
+        metrics.jsonl shows if there are any, as after a crash.
+        """
         last = metrics_file.last_iteration(self._root / metrics_file.FILE_NAME)
-        if last is not None and last <= iteration:
+        if iteration > 0 and last is not None and last <= iteration:
             return
         try:
-            event_files.cut_after(tensorboard, iteration, consumed_samples)
+            if iteration > 0:
+                event_files.cut_after(tensorboard, iteration, consumed_samples)
+            else:
+                event_files.set_aside(tensorboard)
         except OSError as error:
             self._say(f" > TensorBoard's curves will overlap from iteration {iteration} on: {error.strerror}")
 

@@ -151,6 +151,34 @@ def test_the_thread_begins_a_copy_when_the_device_has_computed_the_gradient(monk
     host.close()
 
 
+@pytest.mark.parametrize("where", ["made", "begin", "arrived", "tensor"])
+def test_an_error_of_the_device_ends_the_loop_s_waiting(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    transfers = FarBehind()
+    host = make_sums(transfers)
+    submit(host, 1.0, first=True)
+    monkeypatch.setattr(Made, where, fails)
+    raised = list[BaseException]()
+
+    def loop() -> None:
+        try:
+            submit(host, 1.0, last=True)
+            assert host.sums is not None
+            host.sums.squares()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=loop, daemon=True)
+    thread.start()
+    for copy in transfers.copies:
+        copy.is_made.set()
+    thread.join(60)
+    assert [str(error) for error in raised] == ["an illegal memory access was encountered"]
+    host.close()
+
+
 def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:
     points: list[Point] = []
 

@@ -280,7 +280,7 @@ class HostSums:
         """
         try:
             self._shared.raise_failure()
-            return addend.grad.made() and addend.grad.begin(urgent=urgent)
+            return self._failure is not None or (addend.grad.made() and addend.grad.begin(urgent=urgent))
         except BaseException as error:
             self._fail(error)
             return True

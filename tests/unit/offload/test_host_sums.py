@@ -176,7 +176,10 @@ def test_an_error_of_the_device_ends_the_loop_s_waiting(where: str, monkeypatch:
         copy.is_made.set()
     thread.join(60)
     assert [str(error) for error in raised] == ["an illegal memory access was encountered"]
+    for copy in transfers.copies:
+        copy.is_made.set()
     host.close()
+    assert "gptpar-gradient-sums" not in {one.name for one in threading.enumerate()}
 
 
 def test_the_loop_does_not_launch_more_than_some_layers_ahead_of_the_device() -> None:

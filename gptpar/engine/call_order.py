@@ -1,4 +1,4 @@
-"""The order in which layers are called, and which layers' parameters are brought while another layer runs. Pure."""
+"""Plans the prefetch: which layers' parameters are brought while another layer runs. Pure functions."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def call_order(
 
 
 def _ahead(names: Sequence[str], sizes: Mapping[str, int], most: int) -> Sequence[str]:
-    """The first layers, until they have as many bytes as the largest of those that are brought amid a pass.
+    """The first of these layers that together have ``most`` bytes: those of the largest layer brought during a pass.
 
-    The LM head has the parameters of several blocks: while one block runs, its parameters would not arrive. The loss
-    needs more memory than what is brought early: the head's gradient is as large.
+    The LM head is as large as several blocks, so its transfer takes longer than one block runs. Bringing it early does
+    not raise the peak: the loss needs more memory later, for the head's gradient has the same size.
     """
     count = 1
     while count < len(names) and sum(sizes[name] for name in names[:count]) < most:

@@ -2,7 +2,7 @@
 
 TensorBoard shows every event of every file in a folder. Its own remedy (``purge_step``) drops all events from a step
 on, whatever their axis; curves over samples would end at a number of iterations. So the files themselves are truncated.
-Events have the order in which they were written: those that remain are the beginning of a file.
+A file holds its events in the order of writing, so dropping the later ones shortens it.
 
 A file is a sequence of records: length (8 bytes), CRC of the length (4), an ``Event`` message, CRC of the message (4).
 An ``Event`` begins with its time (tag 0x09, 8 bytes) and its step (tag 0x10, a varint; absent if 0).

@@ -92,17 +92,20 @@ def _lower_offload(config: Config) -> str:
 
 def _expand_segments(config: Config, device: torch.device) -> None:
     """Configure torch's allocator against gaps where weights come and go, unless the environment configures it."""
-    if device.type == "cuda" and config.offload.cpu_parameters and not any(map(os.environ.get, ALLOCATORS)):
+    if device.type == "cuda" and _expands_by_default(config):
         torch._C._accelerator_setAllocatorSettings(EXPANDS)
+
+
+def _expands_by_default(config: Config) -> bool:
+    return config.offload.cpu_parameters and not any(map(os.environ.get, ALLOCATORS))
 
 
 def _in_use(config: Config) -> str:
     """How full the GPU was; if much of its memory lay in gaps that were too small, also how to avoid them."""
     used = torch.cuda.max_memory_allocated()
     gaps, were = torch.cuda.max_memory_reserved() - used, f"{format_bytes(used)} were in use"
-    settings = [os.environ.get(name, "") for name in ALLOCATORS]
-    expands = any(EXPANDS in one for one in settings) or (config.offload.cpu_parameters and not any(settings))
-    if gaps <= SMALL_GAPS * used or expands:
+    expands = any(EXPANDS in os.environ.get(name, "") for name in ALLOCATORS)
+    if gaps <= SMALL_GAPS * used or expands or _expands_by_default(config):
         return f"{were}):"
     return f"{were}, {format_bytes(gaps)} in gaps between them): set {ALLOCATOR}={EXPANDS} in the environment,"
 

@@ -97,7 +97,10 @@ def serve(file: int, launcher: int) -> Program:
         file, False
     )  # a worker that becomes a new interpreter would keep the launcher waiting for replies
     with socket.socket(fileno=file) as connection, connection.makefile("r") as requests:
-        said = json.loads(requests.readline())
+        first = requests.readline()
+        if not first:  # the launcher has ended without a worker
+            os._exit(0)
+        said = json.loads(first)
         program = Program(said["kind"], said["name"], tuple(said["words"]))
         for name in said["modules"]:
             with contextlib.suppress(ImportError):

@@ -17,8 +17,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from gptpar.offload.bucket_state import TRANSITIONS, BucketState, ForbiddenEvent
-from gptpar.offload.events import What
+from gptpar.offload.bucket_state import BucketState
 from gptpar.offload.step_request import StepHyperparameters
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, H2DCopy, StagingBuffer
 from gptpar.optim.elementwise import HostKernel
@@ -153,17 +152,6 @@ class Bucket:
     def updated(self, buffers: Buffers) -> tuple[torch.Tensor, ...]:
         """The vectors that an update changes; that of matrices has changed the momentum before."""
         return buffers.all() if self.matrix_kernel is None else (buffers.weights,)
-
-    def advance(self, what: What) -> None:
-        """Change the state as the event ``what`` says.
-
-        Raises:
-            ForbiddenEvent: the state does not allow the event.
-        """
-        following = TRANSITIONS.get((self.state, what))
-        if following is None:
-            raise ForbiddenEvent(what, self.unit, self.start, self.stop, self.state)
-        self.state = following
 
     def take_partial(self, grad: D2HCopy, open_ranges: np.ndarray) -> None:
         """Use a gradient that is final outside of ``open_ranges``, which are ranges of the unit."""

@@ -149,12 +149,13 @@ class HostOptimizer:
             ForbiddenEvent: the unit's last step is not done.
         """
         self._has_gradients = True
+        made = self._transfers.now()
         with self.shared.changed:
             open_ranges = self._open_ranges.pop(unit, None) if formed is None else self._open_ranges.get(unit)
             if unit in self._comparisons:
                 open_ranges = NOTHING
                 self._comparisons[unit].submit(grad, self.shared.of_unit[unit], is_final=formed is None)
-            for bucket, part, made in self.shared.parts(unit, grad):
+            for bucket, part in self.shared.parts(unit, grad):
                 if formed is None:
                     bucket.take(self._transfers.fetch(part, made, bucket.own_staging))
                     self.shared.advance(bucket, What.SUBMITTED)
@@ -238,7 +239,8 @@ class HostOptimizer:
             with record_function("wait for the CPU optimizer"):
                 self.shared.loop_waits(lambda: not any(bucket.due for bucket in buckets))
             self.waited_s += time.perf_counter() - started
-        self.shared.raise_failure()
+        if self.shared.failure is not None:
+            raise self.shared.failure
         for bucket in buckets:
             sent, bucket.sent = bucket.sent, None
             if sent is not None:

@@ -191,12 +191,12 @@ class HostSums:
             ForbiddenEvent: the unit's last step is not done.
             BaseException: the error that ended the additions.
         """
-        shared, final = self._shared, []
+        shared, made, final = self._shared, self._shared.transfers.now(), []
         with self._changed:
             self._waiting_bytes += grad.nbytes
             self._max_bytes = max(self._max_bytes, MAX_UNITS_WAITING * grad.nbytes)
         with shared.changed:
-            for bucket, part, made in shared.parts(unit, grad):
+            for bucket, part in shared.parts(unit, grad):
                 total = self._totals[id(bucket)]
                 old, result = self._nothing[len(total)] if first else total, SummedGradient(total) if last else None
                 grad_copy = shared.transfers.later(part, made)
@@ -279,7 +279,8 @@ class HostSums:
             urgent: whether it may take the ring's last slots.
         """
         try:
-            self._shared.raise_failure()
+            if self._shared.failure is not None:
+                raise self._shared.failure
             return self._failure is not None or (addend.grad.made() and addend.grad.begin(urgent=urgent))
         except BaseException as error:
             self._fail(error)

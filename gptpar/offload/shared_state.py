@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from gptpar.offload.bucket_state import ForbiddenEvent
+from gptpar.offload.bucket_state import TRANSITIONS, ForbiddenEvent
 from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
-from gptpar.offload.transfers import DeviceEvent, Transfers
+from gptpar.offload.transfers import Transfers
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.system.state_guard import StateGuard
 
@@ -91,21 +91,21 @@ class SharedState:
             for bucket in self.of_unit[part.unit]:
                 bucket.group_ranges = part.between(bucket.start, bucket.stop).group_ranges
 
-    def parts(self, unit: str, grad: torch.Tensor) -> list[tuple[Bucket, torch.Tensor, DeviceEvent]]:
-        """A unit's buckets, their parts of its gradient, and the point where the device has computed it.
+    def parts(self, unit: str, grad: torch.Tensor) -> list[tuple[Bucket, torch.Tensor]]:
+        """A unit's buckets, and their parts of its gradient.
 
         It is one call of torch for all parts: each call gives Python's lock away, and waits for it again.
 
         Raises:
             ForbiddenEvent: the unit's last step is not done.
         """
-        buckets, made = self.of_unit[unit], self.transfers.now()
+        buckets = self.of_unit[unit]
         for bucket in buckets:
             if bucket.due:
                 raise ForbiddenEvent(What.SUBMITTED, unit, bucket.start, bucket.stop, "a step that is not done")
         cuts = sorted({0, *[b.start for b in buckets], *[b.stop for b in buckets]})
         parts = dict(zip(cuts, grad.tensor_split(cuts[1:]), strict=True))
-        return [(bucket, parts[bucket.start], made) for bucket in buckets]
+        return [(bucket, parts[bucket.start]) for bucket in buckets]
 
     def matrix_buckets(self, unit: str) -> list[Bucket]:
         """A unit's buckets whose update is one of matrices."""
@@ -130,8 +130,15 @@ class SharedState:
             self.backs_off = taken != expected
 
     def advance(self, bucket: Bucket, what: What) -> None:
-        """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone."""
-        bucket.advance(what)
+        """Change a bucket's state. The caller holds the lock, or the bucket is due and belongs to the thread alone.
+
+        Raises:
+            ForbiddenEvent: the state does not allow the event.
+        """
+        following = TRANSITIONS.get((bucket.state, what))
+        if following is None:
+            raise ForbiddenEvent(what, bucket.unit, bucket.start, bucket.stop, bucket.state)
+        bucket.state = following
         if self.log is not None:
             self.record(what, bucket)
 
@@ -150,10 +157,6 @@ class SharedState:
         """
         with self.changed:
             self.changed.wait_for(lambda: self.failure is not None or done())
-        self.raise_failure()
-
-    def raise_failure(self) -> None:
-        """Raise the error that ended the thread, if one did."""
         if self.failure is not None:
             raise self.failure
 

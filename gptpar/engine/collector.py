@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -100,12 +102,12 @@ class GradientCollector:
         """
         for name, parameter in parameters.items():
             parameter.grad = None  # of an earlier backward pass: autograd would add to it
-            take = partial(self._take, name, self._unit_of[name])
+            take = partial(_take_for, weakref.ref(self), name, self._unit_of[name])
             self._hooks.append(parameter.register_post_accumulate_grad_hook(take))
 
     def watch_added(self, name: str, scalar: torch.Tensor) -> None:
         """Count a parameter, by global name, when its scalar gets a gradient: its own is in the sum by then."""
-        take = partial(self._take, name, self._unit_of[name], is_added=True)
+        take = partial(_take_for, weakref.ref(self), name, self._unit_of[name], is_added=True)
         self._hooks.append(scalar.register_post_accumulate_grad_hook(take))
 
     def unwatch(self) -> None:
@@ -308,3 +310,9 @@ class GradientCollector:
         self._handed_on.add(unit.name)
         self._done(unit.name, last)
         self.reducer.reduce(unit, total, last=last)
+
+
+def _take_for(collector: weakref.ref[GradientCollector], *arguments: Any, is_added: bool = False) -> None:
+    """A parameter's hook. Autograd keeps it out of Python's sight: an engine in it could never be garbage."""
+    if (alive := collector()) is not None:
+        alive._take(*arguments, is_added=is_added)

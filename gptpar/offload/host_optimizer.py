@@ -32,7 +32,7 @@ from gptpar.offload.row_comparison import NOTHING, RowComparison
 from gptpar.offload.shared_state import SharedState
 from gptpar.offload.step_request import StepHyperparameters, StepRequest
 from gptpar.offload.transfers import Transfers
-from gptpar.offload.updating_thread import UpdatingThread
+from gptpar.offload.updating_thread import UpdatingThread, close_in_turn, close_once_garbage
 from gptpar.optim.elementwise import HostKernel
 from gptpar.optim.group_ranges import OffloadedPartition
 from gptpar.optim.update import Hyperparameters
@@ -100,6 +100,7 @@ class HostOptimizer:
         self._thread = UpdatingThread(self.shared, self._queue, clip_grad=clip_grad, cores=cores)
         self._thread.start()
         self.sums: HostGradientSums | None = None if sums is None else HostSums(self.shared, dtype, cores, sums)
+        self._end = close_once_garbage(self, self.sums, self._thread)
 
     def _prepare_partial(self, unit: str) -> None:
         """Reserve host memory for partial gradients in those of the unit's buckets that have a double buffer."""
@@ -344,9 +345,8 @@ class HostOptimizer:
             patience: seconds after which a device counts as silent. Then the thread ends with the process. Default:
                 ``CLOSE_SECONDS``.
         """
-        if self.sums is not None:
-            self.sums.close()
-        self._thread.close(patience)
+        self._end.detach()
+        close_in_turn(self.sums, self._thread, patience)
 
     @property
     def steps_taken(self) -> int:

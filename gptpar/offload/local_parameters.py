@@ -102,7 +102,10 @@ def tensors_of(params: Iterable[Any]) -> tuple[list[Any], list[Any]]:
             "TwinFlowAdamW: "
             + wrong_type("params", params, "parameters or groups are needed, such as model.parameters()")
         )
-    given: list[Any] = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in _listed(params)]
+    params = _listed(params)
+    if without := [place for place, group in enumerate(params) if isinstance(group, dict) and "params" not in group]:
+        raise ValueError(f"TwinFlowAdamW: groups {without} have no 'params': name the parameters of each group there")
+    given: list[Any] = [{**g, "params": _listed(g["params"])} if isinstance(g, dict) else g for g in params]
     entries = [entry for item in given for entry in (item["params"] if isinstance(item, dict) else [item])]
     return given, [entry[1] if isinstance(entry, tuple) else entry for entry in entries]
 

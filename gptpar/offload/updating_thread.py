@@ -9,7 +9,9 @@ import weakref
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain, pairwise
+from typing import Any
 
+from gptpar.engine.subscriber import HostGradientSums
 from gptpar.offload.bucket_state import HOLDS_SPECULATION, SPECULATED_WITH_FINAL, BucketState, event_of_step
 from gptpar.offload.buckets import Bucket
 from gptpar.offload.events import What
@@ -236,6 +238,31 @@ def _begin_copy_if_needed(bucket: Bucket, event: What) -> None:
     """Begin the D2H copy of a gradient that the step will read; it may take a reserved slot of the ring."""
     if bucket.grad is not None and (event is What.UPDATE_BEGUN or event is What.COMPLETION_BEGUN):
         bucket.grad.begin(urgent=True)
+
+
+def close_in_turn(sums: HostGradientSums | None, thread: UpdatingThread, patience: float | None = None) -> None:
+    """End the thread of the sums, if there is one, and then the updating thread, which frees the transfers' memory."""
+    if sums is not None:
+        sums.close()
+    thread.close(patience)
+
+
+def close_once_garbage(
+    owner: object, sums: HostGradientSums | None, thread: UpdatingThread
+) -> weakref.finalize[[], Any]:
+    """Arrange :func:`close_in_turn` for an owner that nobody closes, until the result's ``detach`` is called.
+
+    A thread of its own does it: whoever finds the garbage may hold a lock that the others wait for.
+    """
+    process = os.getpid()  # a forked child has none of the threads
+
+    def begin() -> None:
+        if os.getpid() == process:
+            threading.Thread(target=close_in_turn, args=(sums, thread), daemon=True).start()
+
+    end = weakref.finalize(owner, begin)
+    end.atexit = False
+    return end
 
 
 def _close_at_exit(thread: weakref.ref[UpdatingThread], process: int) -> None:

@@ -89,7 +89,7 @@ class ModuleEngine(TrainingEngine):
         return self._gradient is StepGradient.FINAL or self._is_last()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether the next micro-batches end a step, instead of counting them."""
+        """Set whether each of the next micro-batches ends its step; without this call, micro-batches are counted."""
         self._boundary = is_boundary
 
     def _is_last(self) -> bool:

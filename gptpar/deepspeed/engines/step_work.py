@@ -22,7 +22,8 @@ class StepResult:
     """The result of a step's passes.
 
     Attributes:
-        loss: the mean over this process's micro-batches, fp32 or wider; zero if nobody asks for that of a user's calls.
+        loss: the mean over this process's micro-batches, fp32 or wider; zero if the user made the passes and nobody
+            needs their mean.
         passes: the scopes called in each forward pass.
         late: parameters whose gradient was formed after their unit's gradient had been handed on.
     """

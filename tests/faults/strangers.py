@@ -146,13 +146,13 @@ def foreign_folders(place: Place) -> Measured:
             file.write_text(place.random.choice(("5", "global_step5", FORGED)))
         else:
             _save_executed(place, file)
-    before = _contents(place.run_folder)
+    before = contents(place.run_folder)
     for words in ("inspect run", "runs run", "generate --load run --device cpu"):
         place.say(words)
     running = place.train_to_end()
     if running.status == 0:
         raise Failed("wrong continuation", f"a run began beside another program's checkpoint: {running.text()[-300:]}")
-    if _contents(place.run_folder) != before:
+    if contents(place.run_folder) != before:
         raise Failed("not whole", "another program's folder was changed")
     return Measured()
 
@@ -209,5 +209,5 @@ def _save_executed(place: Place, path: Path) -> None:
     (place.folder / "pickle").rename(path)
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

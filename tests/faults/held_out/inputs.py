@@ -8,6 +8,7 @@ import signal
 from tests.faults.fault import Failed, Kind, Measured, kind
 from tests.faults.place import RUN_LIMIT, Place
 from tests.faults.prepared import STEPS, STOPPED_AT, losses, training
+from tests.faults.strangers import contents
 
 KINDS: list[Kind] = []
 
@@ -34,12 +35,12 @@ def other_flags(place: Place) -> Measured:
     place.with_stopped_run()
     flags = place.random.choice(REFUSED)
     place.note(flags)
-    before = _checkpoints(place)
+    before = contents(place.run_folder)
     running = place.train_to_end(*flags.split())
     if running.status == 0:
         raise Failed("wrong continuation", f"{flags} was taken: {running.text()[:700]}")
-    if _checkpoints(place) != before:
-        raise Failed("not whole", f"checkpoints were changed by a command that was refused: {running.text()[-300:]}")
+    if contents(place.run_folder) != before:
+        raise Failed("not whole", f"the run was changed by a command that was refused: {running.text()[-300:]}")
     return place.goes_on()
 
 
@@ -56,10 +57,6 @@ def other_layouts(place: Place) -> Measured:
     if far := [i for i in found if abs(found[i] - wanted[i]) > 0.1] or STEPS not in found:
         raise Failed("wrong continuation", f"{flags}: other losses at {far}: {running.text()[-300:]}")
     return Measured()
-
-
-def _checkpoints(place: Place) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in sorted(place.run_folder.glob("iter_*/*"))}
 
 
 @kind(KINDS, one=4)

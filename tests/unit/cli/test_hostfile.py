@@ -12,7 +12,9 @@ from gptpar.cli import hostfile
 from gptpar.cli.ssh import PASSED_ON
 from gptpar.errors import ConfigError
 
-HOSTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}
+HOSTS = {host: [0, 1, 2, 3] for host in "abc"}
+NAMES = {host: [0, 1] for host in ("a", "b", "me@a", "me@ab", "fe80::1")}
+"""Names may have users and colons."""
 
 
 def test_comments_and_blank_lines(tmp_path: Path) -> None:
@@ -36,23 +38,13 @@ def test_comments_and_blank_lines(tmp_path: Path) -> None:
         ({"exclude": "a:0,1@b:2,3@c:0,3"}, {"a": [2, 3], "b": [0, 1], "c": [1, 2]}),
         ({"num_nodes": 2}, {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}),
         ({"num_nodes": 1, "num_gpus": 2}, {"a": [0, 1]}),
+        ({"hosts": NAMES, "include": "me@a:1@b:0"}, {"me@a": [1], "b": [0]}),
+        ({"hosts": NAMES, "include": "b@me@ab"}, {"b": [0, 1], "me@ab": [0, 1]}),
+        ({"hosts": NAMES, "include": "me@a@fe80::1"}, {"me@a": [0, 1], "fe80::1": [0, 1]}),
     ],
 )
 def test_selections(how: dict[str, Any], expected: dict[str, list[int]]) -> None:
-    assert hostfile.selected(HOSTS, **how) == expected
-
-
-@pytest.mark.parametrize(
-    ("include", "expected"),
-    [
-        ("me@a:1@b:0", {"me@a": [1], "b": [0]}),
-        ("b@me@ab", {"b": [0, 1], "me@ab": [0, 1]}),
-        ("me@a@fe80::1", {"me@a": [0, 1], "fe80::1": [0, 1]}),
-    ],
-)
-def test_names_of_hosts_may_have_users_and_colons(include: str, expected: dict[str, list[int]]) -> None:
-    hosts = {host: [0, 1] for host in ("a", "b", "me@a", "me@ab", "fe80::1")}
-    assert hostfile.selected(hosts, include=include) == expected
+    assert hostfile.selected(**{"hosts": HOSTS, **how}) == expected
 
 
 @pytest.mark.parametrize(
@@ -80,10 +72,7 @@ def not_here(words: Sequence[str]) -> int:
         (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"]),
         (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"]),
         (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"]),
-        (
-            ["--no_local_rank", "--master_addr", "::1", "t"],
-            ["--master-addr", "::1", "--nproc-per-node", "1", "t"],
-        ),
+        (["--no_local_rank", "--master_addr", "::1", "t"], ["--master-addr", "::1", "--nproc-per-node", "1", "t"]),
         (["--num_nodes", "1", "t", "--num_gpus"], ["--nproc-per-node", "1", "--pass-local-rank", "t", "--num_gpus"]),
     ],
 )

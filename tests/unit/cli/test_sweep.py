@@ -2,9 +2,9 @@
 
 import importlib.util
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
+from unittest import mock
 
 import pytest
 
@@ -35,28 +35,6 @@ def result(tokens_per_s: float, gib: float | None = None) -> dict[str, object]:
     return {"tokens_per_s": tokens_per_s, "ms_per_step": ms, "mfu": gib and 0.4567, "peak_mem_gib": gib}
 
 
-class FakeRunner:
-    """Answers from a list, and remembers the commands."""
-
-    def __init__(self, answers: Sequence[Completed | type[BaseException]]):
-        self.answers, self.commands = list(answers), list[list[str]]()
-        self.timeouts: list[float] = []
-
-    def __call__(self, command: Sequence[str], timeout: float) -> Completed:
-        self.commands.append(list(command))
-        self.timeouts.append(timeout)
-        answer = self.answers[len(self.commands) - 1]
-        if isinstance(answer, type):
-            raise answer
-        return answer
-
-
-def run(flags: str, answers: Sequence[Completed | type[BaseException]], count: int = 2) -> tuple[int, FakeRunner]:
-    argv = (TINY + f"--nproc-per-node {count} " + flags).split()
-    runner = FakeRunner(answers)
-    return sweep(parse(argv, sweep_flags), shared_words(argv), runner), runner
-
-
 # --- combinations ---------------------------------------------------------------------------------------------------
 
 
@@ -79,10 +57,13 @@ def test_every_layout_and_one_batch_for_all() -> None:
 
 def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [Completed(result(2048.0, 12.5)), Completed(None, "out of GPU memory"), Completed(result(4096.0, 1.25))]
-    status, runner = run("--sweep-micro-batches 1 --sweep-timeout 7", answers)
-    assert status == 0 and runner.timeouts == [7, 7, 7]
-    assert runner.commands[0][:4] == [sys.executable, "-m", "gptpar", "benchmark"]
-    assert "--sweep-timeout" not in runner.commands[0] and "--nproc-per-node" in runner.commands[0]
+    argv = f"{TINY} --nproc-per-node 2 --sweep-micro-batches 1 --sweep-timeout 7".split()
+    runner = mock.Mock(side_effect=answers)
+    assert sweep(parse(argv, sweep_flags), shared_words(argv), runner) == 0
+    assert [timeout for (_, timeout), _ in runner.call_args_list] == [7, 7, 7]
+    command = runner.call_args_list[0].args[0]
+    assert command[:4] == [sys.executable, "-m", "gptpar", "benchmark"]
+    assert "--sweep-timeout" not in command and "--nproc-per-node" in command
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("the same in all"))
     assert lines[start] == "the same in all: recompute none, ZeRO-0, 1 virtual, CPU ratio 0"

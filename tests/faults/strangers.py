@@ -63,9 +63,13 @@ def forged_strings(place: Place) -> Measured:
     """Strings and keys of all metas hold control characters; the verbs that read checkpoints escape them."""
     place.with_stopped_run()
     everywhere = place.random.random() < 0.5
+
+    def chosen() -> bool:
+        return everywhere or place.random.random() < 0.2
+
     for checkpoint in place.run_folder.glob("iter_*"):
         body = read_manifest(checkpoint)
-        body["meta"] = _forge(body["meta"], lambda: everywhere or place.random.random() < 0.2)
+        body["meta"] = forge(body["meta"], chosen, lambda: chosen() and chosen())
         if place.random.random() < 0.3:
             body["tensors"] = {
                 (name + FORGED if place.random.random() < 0.2 else name): entry
@@ -95,7 +99,7 @@ def forged_logs(place: Place) -> Measured:
         (run / "owner-1.json").write_text(json.dumps(owner))
     else:
         for proof in (run / ".verified").iterdir():
-            proof.write_text(json.dumps(_forge(json.loads(proof.read_text()), lambda: True)))
+            proof.write_text(json.dumps(forge(json.loads(proof.read_text()))))
     for words in ("runs run", "summary run", "plot run"):
         place.say(words)
     if choice != 2:  # a live owner on another machine is waited for
@@ -184,12 +188,13 @@ def _edit(place: Place, part: Any) -> None:
         return
 
 
-def _forge(values: Any, which: Callable[[], bool]) -> Any:
+def forge(values: Any, strings: Callable[[], bool] = lambda: True, keys: Callable[[], bool] = lambda: True) -> Any:
+    """Escapes behind strings and keys, where the one and the other is to be changed."""
     if isinstance(values, dict):
-        return {(key + FORGED if which() and which() else key): _forge(value, which) for key, value in values.items()}
+        return {(key + FORGED if keys() else key): forge(value, strings, keys) for key, value in values.items()}
     if isinstance(values, list):
-        return [_forge(value, which) for value in values]
-    return values + FORGED if isinstance(values, str) and which() else values
+        return [forge(value, strings, keys) for value in values]
+    return values + FORGED if isinstance(values, str) and strings() else values
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:

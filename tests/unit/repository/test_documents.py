@@ -1,4 +1,4 @@
-"""What documents say of this checkout is so: commands, paths, links, tables, import order."""
+"""What documents say of this checkout is so: commands, paths, links, tables."""
 
 import argparse
 import ast
@@ -22,8 +22,7 @@ import gptpar.cli
 from gptpar.cli.pretrain import start_checks
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from tests.documents import PAGES, ROOT, block, blocks, commands
-from tests.unit.repository.rows import ROWS
+from tests.documents import PAGES, ROOT, blocks, commands
 
 OTHER_PROGRAMS = {"cd", "git", "mkdocs", "sbatch", "tensorboard", "torchrun"}
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -195,11 +194,6 @@ def test_site_builds(tmp_path: Path) -> None:
 def test_pages_that_everybody_reads_are_short() -> None:
     for page in ("README.md", "docs/architecture.md"):
         assert len((ROOT / page).read_text().splitlines()) <= 250, page
-
-
-def test_import_order_is_the_one_that_is_enforced() -> None:
-    told = [line.split() for line in block("architecture.md", "Which package may import which", "imports").splitlines()]
-    assert told == ROWS[:-1]
 
 
 @pytest.fixture(scope="module")

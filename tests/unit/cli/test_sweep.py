@@ -1,15 +1,14 @@
 """``gptpar benchmark --sweep``: what is run, what is not and why; a run's saved configuration at other verbs."""
 
-import importlib.util
+import runpy
 import sys
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
 
 from gptpar.cli import main
-from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
+from gptpar.cli.benchmark.combinations import combinations, contradictions
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
 from gptpar.cli.benchmark.runner import Completed
@@ -24,12 +23,6 @@ ROOT = Path(__file__).parents[3]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "
 
 
-def found(flags: str, count: int = 4) -> tuple[list[Combination], list[Combination]]:
-    """(accepted, refused)"""
-    every = combinations(parse((TINY + flags).split(), sweep_flags), count)
-    return [one for one in every if not one.refusal], [one for one in every if one.refusal]
-
-
 def result(tokens_per_s: float, gib: float | None = None) -> dict[str, object]:
     ms = 1024 / tokens_per_s * 1e3
     return {"tokens_per_s": tokens_per_s, "ms_per_step": ms, "mfu": gib and 0.4567, "peak_mem_gib": gib}
@@ -40,8 +33,8 @@ def result(tokens_per_s: float, gib: float | None = None) -> dict[str, object]:
 
 def test_every_layout_and_one_batch_for_all() -> None:
     """4 processes have 6 layouts; micro-batches 2 and 3 on up to 4 data-parallel ones share 24 samples."""
-    accepted, refused = found("--sweep-micro-batches 2 3")
-    assert len(accepted) == 12 and not refused
+    accepted = combinations(parse(f"{TINY} --sweep-micro-batches 2 3".split(), sweep_flags), 4)
+    assert len(accepted) == 12 and not any(one.refusal for one in accepted)
     assert {one.mesh.describe() for one in accepted} == {
         f"dp{d} x tp{t} x pp{p}" for d, t, p in [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
     }
@@ -97,29 +90,13 @@ def test_plan_chooses_the_most_promising() -> None:
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def regenerate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("regenerate", ROOT / "benchmarks" / "regenerate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["regenerate"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Path:
-    for name in ("fsdp2", "nanogpt"):
-        (tmp_path / f"baseline_{name}.py").touch()
-    return tmp_path
-
-
 @pytest.mark.parametrize(("gpus", "count", "with_peers"), [(4, 9, 10), (1, 11, 16)])
 def test_all_commands_are_valid(
-    regenerate: ModuleType, peers: Path, gpus: int, count: int, with_peers: int, capsys: pytest.CaptureFixture[str]
+    gpus: int, count: int, with_peers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command of ours passes validation; each peer that is at hand comes once, after its first case."""
-    assert regenerate.main(["--dry-run", "--gpus", str(gpus)]) == 0
+    regenerate = runpy.run_path(str(ROOT / "benchmarks/regenerate.py"), run_name="regenerate")["main"]
+    assert regenerate(["--dry-run", "--gpus", str(gpus)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
     assert len(lines) == count
     for line in lines:
@@ -127,7 +104,9 @@ def test_all_commands_are_valid(
         parsed = parse(words, sweep_flags)
         resolve(parsed, parsed.flags.parallel.nproc_per_node)
         assert parsed.flags.parallel.nproc_per_node == max(1, gpus)
-    regenerate.main(["--dry-run", "--gpus", str(gpus), "--peers", str(peers)])
+    for name in ("fsdp2", "nanogpt"):
+        (tmp_path / f"baseline_{name}.py").touch()
+    regenerate(["--dry-run", "--gpus", str(gpus), "--peers", str(tmp_path)])
     lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
     commands = [line for line in lines if not line.startswith("without")]
     assert len(commands) == with_peers and "baseline_" in commands[1]

@@ -5,6 +5,7 @@ process that forks must have no other threads.
 """
 
 import atexit
+import importlib
 import json
 import multiprocessing
 import os
@@ -36,19 +37,10 @@ POLL_SECONDS = 0.004
 
 def preload() -> None:
     """Import what the verbs need, once for all commands."""
-    import tensorboard  # noqa: F401
-    import torch.distributed.run  # noqa: F401
-
-    import gptpar.__main__
-    import gptpar.cli.evaluate
-    import gptpar.cli.generate
-    import gptpar.cli.inspect
-    import gptpar.cli.plot
-    import gptpar.cli.preprocess
-    import gptpar.cli.pretrain
-    import gptpar.cli.runs
-    import gptpar.cli.summary  # noqa: F401
-
+    for verb in ("evaluate", "generate", "inspect", "plot", "preprocess", "pretrain", "runs", "summary"):
+        importlib.import_module(f"gptpar.cli.{verb}")
+    for name in ("tensorboard", "torch.distributed.run", "gptpar.__main__"):
+        importlib.import_module(name)
     assert threading.active_count() == 1
 
 

@@ -2,9 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -62,10 +62,6 @@ def test_selections_that_cannot_be(how: dict[str, Any], expected: str) -> None:
     assert caught.value.problems[0].startswith(expected)
 
 
-def not_here(words: Sequence[str]) -> int:
-    raise AssertionError(f"{words} was run on this machine")
-
-
 @pytest.mark.parametrize(
     "words, expected",
     [
@@ -80,11 +76,11 @@ def test_flags_of_deepspeeds_launcher_without_a_hostfile_start_workers_here(
     words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    seen: list[Sequence[str]] = []
-    assert hostfile.is_asked_for(words)
-    hostfile.main(words, lambda found: seen.append(found) or 0)
-    assert seen == [expected] and os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert hostfile.main(["--dry-run", *words], not_here) == 0
+    run_here = mock.Mock(return_value=0)
+    assert hostfile.is_asked_for(words) and hostfile.main(words, run_here) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert hostfile.main(["--dry-run", *words], run_here) == 0
+    run_here.assert_called_once_with(expected)
     assert capsys.readouterr().out == f"CUDA_VISIBLE_DEVICES= {shlex.join(['gptpar', 'launch', *expected])}\n"
 
 
@@ -111,7 +107,8 @@ def test_the_command_of_each_host_is_printed(
     words += ["train.py", "--name", "two words"]
     assert hostfile.is_asked_for(words) and not hostfile.is_asked_for(["--nnodes", "2", "train.py"])
     assert not hostfile.is_asked_for(["--master_port", "4", "--module", "train"])
-    assert hostfile.main(words, not_here) == 0
+    run_here = mock.Mock()
+    assert hostfile.main(words, run_here) == 0 and not run_here.called
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:6] for line in lines] == [["ssh", "-o", "BatchMode=yes", "-p", "23", host] for host in "ab"]
     for rank, (gpus, line) in enumerate(zip(("0,1", "2,3"), lines, strict=True)):

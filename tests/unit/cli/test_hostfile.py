@@ -85,8 +85,7 @@ def test_flags_of_deepspeeds_launcher_without_a_hostfile_start_workers_here(
 
 
 @pytest.mark.parametrize(
-    "slots, before, expected",
-    [([0, 1], None, "0,1"), ([1], "4,5", "5"), ([0, 1], "", ""), ([0, 1], "-1", "-1")],
+    "slots, before, expected", [([0, 1], None, "0,1"), ([1], "4,5", "5"), ([0, 1], "", ""), ([0, 1], "-1", "-1")]
 )
 def test_gpus_that_were_hidden_stay_hidden(slots: list[int], before: str | None, expected: str) -> None:
     assert hostfile._visible(slots, before) == expected

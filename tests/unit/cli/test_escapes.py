@@ -17,7 +17,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u202e]")
 @pytest.mark.parametrize(
     "words",
     [
-        "inspect RUN",
+        "inspect RUN/iter_0000020",
         "runs RUN --verify",
         "generate --load RUN --prompt a --num-tokens 2 --device cpu",
         "pretrain --num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1 "

@@ -29,66 +29,28 @@ from gptpar.config.validate import resolve
 from gptpar.errors import GptparError
 
 SIGNS = {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "gradient_accumulation_steps"}
-SIZES = [
-    "--num-layers",
-    "2",
-    "--hidden-size",
-    "64",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--eval-iters",
-    "0",
-]
-DATA = ["--mock-data", "--vocab-size=1000", "--tokenizer-type=NullTokenizer"]
+SMALL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --eval-iters 0 --train-iters 3 "
+    "--mock-data --vocab-size=1000 --tokenizer-type=NullTokenizer"
+)
+_TAKEN_AWAY = (
+    "data-path train-data-path valid-data-path test-data-path data-cache-path mock-data vocab-file merge-file "
+    "tokenizer-model tokenizer-type vocab-size split save load finetune reset-iteration no-load-lr-state "
+    "tensorboard-dir num-layers hidden-size num-attention-heads seq-length max-position-embeddings eval-iters "
+    "ffn-hidden-size num-query-groups kv-channels num-key-value-heads distributed-backend "
+    "make-vocab-size-divisible-by tensor-model-parallel-size pipeline-model-parallel-size global-batch-size "
+    "train-samples micro-batch-size rampup-batch-size train-iters train-tokens lr-warmup-samples lr-decay-samples "
+    "lr-warmup-iters lr-decay-iters lr-warmup-tokens lr-decay-tokens pad-vocab-size-to kill-switch-path "
+    "kill-switch-file tokenizer-name-or-path num-virtual-stages-per-pipeline-rank "
+    "num-layers-per-virtual-pipeline-stage data-file-list data-suffix dataset-path use-dataset-manager "
+    "use-dataloader-manager padded-vocab-size patch-tokenizer-type extra-vocab-size dataset max-padding-length "
+    "train-data valid-data test-data tokenizer-path tokenizer-file model-parallel-size pipe-parallel-size gas "
+    "world-size rank local-rank num-workers dataloader-type log-interval eval-interval group-query-attention "
+    "sequence-parallel"
+)
 TAKEN_AWAY = {
-    *("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path", "--data-cache-path", "--mock-data"),
-    *("--vocab-file", "--merge-file", "--tokenizer-model", "--tokenizer-type", "--vocab-size", "--split"),
-    *(
-        "--save",
-        "--load",
-        "--finetune",
-        "--reset-iteration",
-        "--no-load-lr-state",
-        "--tensorboard-dir",
-        "--num-layers",
-        "--hidden-size",
-        "--num-attention-heads",
-    ),
-    *("--seq-length", "--max-position-embeddings", "--eval-iters", "--ffn-hidden-size", "--num-query-groups"),
-    *("--kv-channels", "--num-key-value-heads", "--distributed-backend", "--make-vocab-size-divisible-by"),
-    *("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--global-batch-size", "--train-samples"),
-    *("--micro-batch-size", "--rampup-batch-size", "--train-iters", "--train-tokens", "--lr-warmup-samples"),
-    *("--lr-decay-samples", "--lr-warmup-iters", "--lr-decay-iters", "--lr-warmup-tokens", "--lr-decay-tokens"),
+    *(f"--{name}" for name in _TAKEN_AWAY.split()),
     *(f"--{split}-weighted-split-paths{end}" for split in ("train", "valid", "test") for end in ("", "-path")),
-    *(
-        "--pad-vocab-size-to",
-        "--kill-switch-path",
-        "--kill-switch-file",
-        "--tokenizer-name-or-path",
-        "--num-virtual-stages-per-pipeline-rank",
-    ),
-    *("--num-layers-per-virtual-pipeline-stage", "--data-file-list", "--data-suffix", "--dataset-path"),
-    *(
-        "--use-dataset-manager",
-        "--use-dataloader-manager",
-        "--padded-vocab-size",
-        "--patch-tokenizer-type",
-        "--extra-vocab-size",
-        "--dataset",
-        "--max-padding-length",
-    ),
-    *("--train-data", "--valid-data", "--test-data", "--tokenizer-path", "--tokenizer-file"),
-    *("--model-parallel-size", "--pipe-parallel-size", "--gas", "--world-size", "--rank", "--local-rank"),
-    *(
-        "--num-workers",
-        "--dataloader-type",
-        "--log-interval",
-        "--eval-interval",
-        "--group-query-attention",
-        "--sequence-parallel",
-    ),
 }
 """Data, folders and sizes of a script, with what measures the run in them."""
 OTHER_PROGRAMS = ("CONFIG_", "${", "per_device_train_batch_size", "pipe-parallel-size")
@@ -97,9 +59,7 @@ ENTRY = re.compile(r"(^|/)(pretrain_(gpt|llama|qwen|mistral)|finetune_llama)\w*\
 """The program that a launch starts, with Megatron's flags for a decoder."""
 ARGUMENTS = {"--lr": "1e-4", "--min-lr": "0", "--save-interval": "1000", "--norm-epsilon": "1e-5"}
 """Numbers that a script's user gives as its arguments, and others in their place."""
-LAUNCHERS = (
-    *("deepspeed", "torchrun", "mpirun", "mpiexec", "aprun", "jsrun", "python", "python3", "accelerate", "numactl"),
-)
+LAUNCHERS = "deepspeed torchrun mpirun mpiexec aprun jsrun python python3 accelerate numactl"
 COUNTED = {"nvidia-smi": 8, "ds_ssh": 10, "scontrol": 8, "hostname": 1, "whoami": 1}
 """Programs whose lines of output scripts count, or take a name from, and how many they print."""
 TOOLS = (
@@ -132,15 +92,9 @@ STUB = '#!/bin/bash\nfor word in "$@"; do printf "%s\\0" "$word"; done >> "$WORD
 
 
 ON_PURPOSE = (
-    *(
-        "this option of experts is",
-        "processes with experts",
-        "training in FP8",
-        "context parallelism is",
-        "a vision model is",
-        "retrieval is",
-    ),
-    *("an inference server", "a model with an encoder is", "the Mamba architecture is"),
+    *("this option of experts is", "processes with experts", "training in FP8", "context parallelism is"),
+    *("a vision model is", "retrieval is", "an inference server", "a model with an encoder is"),
+    "the Mamba architecture is",
 )
 """What gptpar lacks on purpose, as its sentences begin to say it."""
 INCOMPLETE = re.compile(
@@ -172,7 +126,7 @@ def verdict(words: list[str], world: int) -> list[str]:
 
 def judge_configuration(path: Path) -> list[str]:
     """The problems of a file beside the flags that its own script would give."""
-    words = [*SIZES, *DATA, "--train-iters", "3", "--deepspeed", "--deepspeed_config", str(path)]
+    words = [*SMALL.split(), "--deepspeed", "--deepspeed_config", str(path)]
     try:
         plain = without_auto(read_file(path))
     except ValueError as error:
@@ -214,7 +168,7 @@ def launches_of(script: Path, words: list[str]) -> Iterator[list[str]]:
         folder = Path(name)
         stubs = folder / "stubs"
         stubs.mkdir()
-        texts = {**dict.fromkeys(LAUNCHERS, STUB), "mkdir": MKDIR}
+        texts = {**dict.fromkeys(LAUNCHERS.split(), STUB), "mkdir": MKDIR}
         texts |= dict.fromkeys(("srun", "singularity", "apptainer", "docker"), SRUN + STUB)
         texts |= {program: "#!/bin/bash\n" + "echo name\n" * number for program, number in COUNTED.items()}
         for program, text in texts.items():
@@ -276,7 +230,7 @@ def judge_script(words: list[str]) -> list[str]:
             taken = word.partition("=")[0] in TAKEN_AWAY
         if not taken:
             kept += [word, ARGUMENTS[word]] if word in ARGUMENTS and following.startswith("--") else [word]
-    small = [*SIZES, *DATA, "--micro-batch-size=2", "--train-iters", "3"]
+    small = [*SMALL.split(), "--micro-batch-size=2"]
     small += ["--load", tempfile.gettempdir()] if "--load" in words else []
     plain: dict[str, Any] = {}
     if "--deepspeed_config" in kept[:-1]:  # a variable that came out empty leaves the flag last

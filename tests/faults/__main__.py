@@ -16,12 +16,11 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -29,7 +28,7 @@ for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 from tests.faults import commands  # noqa: E402
-from tests.faults.fault import OK, Failed, Fault, Verdict, chosen  # noqa: E402
+from tests.faults.fault import OK, Failed, Fault, Measured, Verdict, chosen  # noqa: E402
 from tests.faults.place import Place  # noqa: E402
 from tests.faults.prepared import Prepared  # noqa: E402
 from tests.faults.table import SETS, as_text, kind_of, summary  # noqa: E402
@@ -42,7 +41,7 @@ def judge(fault: Fault, prepared: Prepared, folder: Path, *, talk: bool = False)
     """Inject one fault, and judge its outcome."""
     kind, began = kind_of(fault.kind, fault.workers), time.monotonic()
     place = Place(folder, prepared, fault.workers, fault.seed)
-    outcome, seen, measured = OK, "", None
+    outcome, seen, measured = OK, "", Measured()
     try:
         measured = kind.inject(place)
     except Failed as failed:
@@ -52,63 +51,25 @@ def judge(fault: Fault, prepared: Prepared, folder: Path, *, talk: bool = False)
     if talk:
         print(place.logs())
     place.close()
-    return Verdict(
-        str(fault),
-        outcome,
-        "; ".join([*place.notes, seen]) if seen else "",
-        measured.steps_lost if measured else 0,
-        measured.seconds_to_exit if measured else 0.0,
-        round(time.monotonic() - began, 2),
-    )
+    seen = "; ".join([*place.notes, seen]) if seen else ""
+    seconds = round(time.monotonic() - began, 2)
+    return Verdict(str(fault), outcome, seen, measured.steps_lost, measured.seconds_to_exit, seconds)
 
 
 def judge_all(faults: Sequence[Fault], prepared: Prepared, work: Path, jobs: int) -> Iterator[Verdict]:
-    """Judge faults in ``jobs`` forked processes; each takes the next one that nobody has taken."""
-    results, taken = work / "verdicts.jsonl", work / "taken"
-    shutil.rmtree(taken, ignore_errors=True)
-    taken.mkdir()
+    """Judge faults in ``jobs`` forked processes; what the folder has verdicts of already is not judged again."""
+    results = work / "verdicts.jsonl"
     known = [Verdict(**json.loads(line)) for line in results.read_text().splitlines()] if results.exists() else []
-    wanted = {str(fault) for fault in faults}
-    done = {verdict.fault: verdict for verdict in known if verdict.fault in wanted}
-    yield from done.values()
-    left = [fault for fault in faults if str(fault) not in done]
-    children = [_fork_job(left, prepared, work) for _ in range(jobs)]
-    seen = 0
-    while True:
-        ended = [os.waitpid(pid, os.WNOHANG)[0] for pid in children]
-        children = [pid for pid, gone in zip(children, ended, strict=True) if not gone]
-        lines = results.read_text().splitlines()[len(known) :] if results.exists() else []
-        for line in lines[seen:]:
-            yield Verdict(**json.loads(line))
-        seen = len(lines)
-        if not children:
-            return
-        time.sleep(0.2)
-
-
-def _fork_job(faults: Sequence[Fault], prepared: Prepared, work: Path) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        for number, fault in enumerate(faults):
-            if _take(work / "taken" / str(number)):
-                verdict = judge(fault, prepared, work / "places" / str(fault).replace(":", "-"))
-                with (work / "verdicts.jsonl").open("a") as file:
-                    file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
-        status = 0
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
-
-
-def _take(path: Path) -> bool:
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+    done = {verdict.fault: verdict for verdict in known}
+    yield from (done[str(fault)] for fault in faults if str(fault) in done)
+    left = {fault: work / "places" / str(fault).replace(":", "-") for fault in faults if str(fault) not in done}
+    with ProcessPoolExecutor(jobs, commands.FORK) as pool, results.open("a") as file:
+        judged = [pool.submit(judge, fault, prepared, place) for fault, place in left.items()]
+        for one in as_completed(judged):
+            verdict = one.result()
+            file.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
+            file.flush()
+            yield verdict
 
 
 def _tell(verdict: Verdict) -> None:
@@ -173,15 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(as_text(verdicts))
         print(f"{len(verdicts)} faults, {bad} not survived, {time.monotonic() - began:.0f} s")
         if args.record:
-            line = {
-                "set": args.set,
-                "seed": args.seed,
-                "faults": len(verdicts),
-                "not_survived": bad,
-                "kinds": summary(verdicts),
-            }
+            line = {"set": args.set, "seed": args.seed, "faults": len(verdicts), "not_survived": bad}
             with RECORD.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(json.dumps({**line, "kinds": summary(verdicts)}) + "\n")
     return int(bad > 0)
 
 

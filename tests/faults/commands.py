@@ -5,7 +5,9 @@ process that forks must have no other threads.
 """
 
 import atexit
+import importlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -14,12 +16,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tests.faults.hook import disturb
 
 ROOT = Path(__file__).resolve().parents[2]
+FORK = multiprocessing.get_context("fork")
 HOOK = Path(disturb.__file__).parent
 MARK = "GPTPAR_TEST_FAULT"
 """Variable by which all processes of a command are found, whoever started them."""
@@ -32,19 +37,10 @@ POLL_SECONDS = 0.004
 
 def preload() -> None:
     """Import what the verbs need, once for all commands."""
-    import tensorboard  # noqa: F401
-    import torch.distributed.run  # noqa: F401
-
-    import gptpar.__main__
-    import gptpar.cli.evaluate
-    import gptpar.cli.generate
-    import gptpar.cli.inspect
-    import gptpar.cli.plot
-    import gptpar.cli.preprocess
-    import gptpar.cli.pretrain
-    import gptpar.cli.runs
-    import gptpar.cli.summary  # noqa: F401
-
+    for verb in ("evaluate", "generate", "inspect", "plot", "preprocess", "pretrain", "runs", "summary"):
+        importlib.import_module(f"gptpar.cli.{verb}")
+    for name in ("tensorboard", "torch.distributed.run", "gptpar.__main__"):
+        importlib.import_module(name)
     assert threading.active_count() == 1
 
 
@@ -87,10 +83,7 @@ class Running:
 
     def send(self, number: int, pid: int | None = None) -> None:
         if self.poll() is None:
-            try:
-                os.kill(pid or self.pid, number)
-            except ProcessLookupError:
-                return
+            _send(pid or self.pid, number)
 
     def wait(self, limit: float) -> bool:
         """Wait for the end of the command and of every process it started; False if that takes too long."""
@@ -107,14 +100,14 @@ class Running:
 
     def workers(self) -> list[int]:
         """Process ids of a launcher's live workers."""
-        return [pid for pid in marked(self._mark) if "RANK" in _environment(pid)]
+        return [pid for pid in marked(self._mark) if any(one.startswith(b"RANK=") for one in _environment(pid))]
 
     def end(self) -> None:
         """Kill what is left."""
         for pid in self.others():
-            _kill(pid)
+            _send(pid, signal.SIGKILL)
         if self.status is None:
-            _kill(self.pid)
+            _send(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.status = -signal.SIGKILL
 
@@ -202,58 +195,30 @@ def _main(argv: Sequence[str]) -> int:
     return status
 
 
-def asked(function: Callable[..., Any], *arguments: Any, limit: float = 60.0) -> Any:
-    """What a function returns, as JSON values, computed in a forked process (it may start threads).
+def asked(function: Callable[..., Any], *arguments: Any, limit: int = 60) -> Any:
+    """What a function returns, computed in a forked process (it may start threads), which dies after ``limit`` seconds.
 
     Raises:
-        RuntimeError: it raised; with its traceback.
+        Exception: what the function raised.
     """
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.close(reading)
-        signal.alarm(int(limit))
-        try:
-            answer = json.dumps([True, function(*arguments)])
-        except BaseException:
-            answer = json.dumps([False, traceback.format_exc()])
-        with os.fdopen(writing, "w") as pipe:
-            pipe.write(answer)
-        os._exit(0)
-    os.close(writing)
-    with os.fdopen(reading) as pipe:
-        text = pipe.read()
-    os.waitpid(pid, 0)
-    worked, answer = json.loads(text) if text else (False, "it died")
-    if not worked:
-        raise RuntimeError(answer)
-    return answer
+    with ProcessPoolExecutor(1, FORK, initializer=signal.alarm, initargs=(limit,)) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def marked(mark: str) -> list[int]:
     """The live processes of a command, zombies not counted."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal():
-            try:
-                if wanted in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
-                    found.append(int(entry))
-            except OSError:
-                continue
-    return found
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdecimal() and wanted in _environment(entry)]
 
 
-def _environment(pid: int) -> dict[str, str]:
+def _environment(pid: int | str) -> list[bytes]:
+    """As ``NAME=value``."""
     try:
-        words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return {}
-    return dict(word.split("=", 1) for word in words if "=" in word)
+        return []
 
 
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)

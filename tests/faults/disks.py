@@ -3,20 +3,27 @@
 import errno
 import resource
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from tests.faults.fault import Failed, Kind, Measured
+from tests.faults.commands import Running
+from tests.faults.fault import Kind, Measured, kind
 from tests.faults.place import Place
+
+KINDS: list[Kind] = []
 
 ERRORS = (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.EINTR)
 OUTPUTS = ("run", "tensorboard", "cache", "log")
+SENTENCE = (0, 1, 2, 74, 120)
+"""Exit statuses of a command that ended by itself: 74 if the newest state is not on the disk, 120 if stdout is cut."""
+
 LARGEST_FILE = 120_000
 """More bytes than any file of the tiny run has."""
 
 
+@kind(KINDS, one=6, four=1.6)
 def refused_operations(place: Place) -> Measured:
     """One file operation in the run folder fails, or some in a row: full, broken, read-only, gone stale, forbidden."""
     operation = place.operation()
@@ -26,17 +33,16 @@ def refused_operations(place: Place) -> Measured:
     return place.goes_on([running])
 
 
+@kind(KINDS, one=2)
 def files_of_limited_size(place: Place) -> Measured:
     """No file may grow beyond a random size (EFBIG), neither the run's files nor the file with its output."""
     limit = place.random.randint(1, LARGEST_FILE)
     running = place.with_data().train(inside=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    seconds = place.ended(running)
-    _ended_in_a_sentence(place, running.status)
-    measured = place.goes_on([running])
-    measured.seconds_to_exit = seconds
-    return measured
+    seconds = _over_in_a_sentence(place, running)
+    return place.goes_on([running], seconds=seconds)
 
 
+@kind(KINDS, one=3, four=0.6)
 def full_disk(place: Place) -> Measured:
     """A small file system under the run folder, TensorBoard, the index cache, or what the run prints."""
     if not may_mount():
@@ -44,38 +50,26 @@ def full_disk(place: Place) -> Measured:
     output = place.random.choice(OUTPUTS)
     under = place.with_data().folder / output
     under.mkdir()
-    with small_file_system(under, place.random.randint(8, 400)):
+    with small_file_system(under, f"size={place.random.randint(8, 400)}k") as remount:
         more = ["--tensorboard-dir", "tensorboard"] if output == "tensorboard" else []
         options = {"output": under / "log"} if output == "log" else {}
         running = place.train(*more, **options)
-        seconds = place.ended(running)
-        if output == "log":
-            _ended_in_a_sentence(place, running.status)
-        else:
-            place.plain(running)
-        if output != "run" and running.status != 0:
-            raise Failed("not whole", f"a full disk under {output} ended the run: {running.text()[-500:]}")
+        seconds = _over_in_a_sentence(place, running) if output == "log" else place.ended(running)
         if output != "run":
+            place.note(f"a full disk under {output}")
+            place.expect(running)
             place.equals_undisturbed()
             return Measured(seconds_to_exit=seconds)
-        subprocess.run(["mount", "-o", "remount,size=16m", str(under)], check=True)
-        measured = place.goes_on([running])
-        measured.seconds_to_exit = seconds
-        return measured
+        remount("size=16m")
+        return place.goes_on([running], seconds=seconds)
 
 
-def _ended_in_a_sentence(place: Place, status: int | None) -> None:
+def _over_in_a_sentence(place: Place, running: Running) -> float:
     """Where what it prints is cut, only the exit status can be judged."""
-    if status not in (
-        0,
-        1,
-        2,
-        74,
-        120,
-    ):  # 74: the newest state is not on the disk; 120: Python could not write the rest of stdout
-        raise Failed("traceback", f"exit status {status}")
-    if place.marker.exists():
-        raise Failed("code executed", str(place.marker))
+    seconds = place.over(running)
+    place.expect(running, SENTENCE, "traceback")
+    place.no_foreign_code()
+    return seconds
 
 
 @cache
@@ -86,18 +80,14 @@ def may_mount() -> bool:
 
 
 @contextmanager
-def small_file_system(folder: Path, kibibytes: int) -> Iterator[None]:
-    """A file system of ``kibibytes`` KiB, mounted at a folder."""
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)], check=True)
+def small_file_system(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
+    """A file system in memory with mount's options, at a folder; gives what mounts it anew with others."""
+
+    def mount(options: str) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], check=True)
+
+    mount(options)
     try:
-        yield
+        yield lambda others: mount(f"remount,{others}")
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=False)
-
-
-ONE = [
-    Kind("refused-operations", refused_operations, 1, 6),
-    Kind("files-of-limited-size", files_of_limited_size, 1, 2),
-    Kind("full-disk", full_disk, 1, 3),
-]
-FOUR = [Kind("refused-operations", refused_operations, 4, 1.6), Kind("full-disk", full_disk, 4, 0.6)]

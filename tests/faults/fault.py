@@ -61,6 +61,21 @@ class Kind:
     share: float
 
 
+WORKERS = {"one": 1, "two": 2, "four": 4}
+Injection = Callable[["Place"], Measured]
+
+
+def kind(kinds: list[Kind], **shares: float) -> Callable[[Injection], Injection]:
+    """Add a function to the kinds, under its own name: ``one=3, four=1`` gives its shares by number of workers."""
+
+    def add(inject: Injection) -> Injection:
+        name = inject.__name__.replace("_", "-")
+        kinds.extend(Kind(name, inject, WORKERS[number], share) for number, share in shares.items())
+        return inject
+
+    return add
+
+
 @dataclass(frozen=True, order=True)
 class Fault:
     """One fault: kind, workers and seed say everything about it."""

@@ -4,7 +4,7 @@ import random
 import re
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +53,18 @@ class Place:
         (self.folder / "data").symlink_to(self.prepared.folder / "data")
         return self
 
+    def with_own_data(self) -> "Place":
+        """The same, as copies that the fault may change."""
+        shutil.copytree(self.prepared.folder / "data", self.folder / "data")
+        return self
+
     def with_stopped_run(self) -> "Place":
         """A copy of a run that was stopped in the middle, with its own corpus, tokenizer and index cache."""
         shutil.copytree(self.prepared.stopped, self.folder, dirs_exist_ok=True)
         return self
+
+    def newest_checkpoint(self) -> Path:
+        return max(self.run_folder.glob("iter_*"))
 
     def start(self, words: Sequence[str] | str, **options: Any) -> Running:
         """Start a command in the folder; options as in :func:`tests.faults.commands.start`."""
@@ -78,13 +86,13 @@ class Place:
         """
         running = self.train(*more, **options)
         self.ended(running, limit or RUN_LIMIT[self.workers])
-        return self.plain(running)
+        return running
 
     def say(self, words: Sequence[str] | str, **options: Any) -> Running:
         """Run a command to its end, which has to keep to what all commands keep to."""
         running = self.start(words, **options)
         self.ended(running, RUN_LIMIT[1])
-        return self.plain(running)
+        return running
 
     def note(self, what: str) -> None:
         """Remember what was done, for the verdict."""
@@ -102,7 +110,7 @@ class Place:
 
     # What is asked of every command.
 
-    def ended(self, running: Running, limit: float | None = None) -> float:
+    def over(self, running: Running, limit: float | None = None) -> float:
         """Wait for the end of all its processes; returns the seconds it took."""
         began, limit = time.monotonic(), limit or EXIT_LIMIT[self.workers]
         if not running.wait(limit):
@@ -110,16 +118,17 @@ class Place:
             raise Failed("hang", f"not ended after {limit:g} s; processes left: {left}: {running.text()[-300:]}")
         return time.monotonic() - began
 
-    def plain(self, running: Running, *, killed: bool = False, mute: bool = False) -> Running:
-        """It printed no traceback and no control character, ran no foreign code, and died of no signal.
+    def ended(self, running: Running, limit: float | None = None, *, killed: bool = False, mute: bool = False) -> float:
+        """Wait for the end of all its processes; returns the seconds it took.
+
+        It printed no traceback and no control character, ran no foreign code, and died of no signal.
 
         Args:
             killed: whether the fault has sent it a signal.
             mute: whether the fault has taken its output away, so that no error can be read.
         """
-        text = running.text()
-        if self.marker.exists():
-            raise Failed("code executed", f"{self.marker} exists")
+        seconds, text = self.over(running, limit), running.text()
+        self.no_foreign_code()
         if "Traceback (most recent call last)" in text:
             raise Failed("traceback", text[text.index("Traceback (most") :][-700:])
         if found := _CONTROL.search(text):
@@ -128,34 +137,58 @@ class Place:
             raise Failed("traceback", f"died of signal {-running.status}: {text[-300:]}")
         if running.status in (1, 2, 74) and not mute and "error: " not in text and "DAMAGED" not in text:
             raise Failed("traceback", f"exit status {running.status} and no error: {text[-300:]}")
-        return running
+        return seconds
+
+    def no_foreign_code(self) -> None:
+        """Nothing that the fault wrote was executed."""
+        if self.marker.exists():
+            raise Failed("code executed", f"{self.marker} exists")
+
+    def expect(self, running: Running, statuses: Collection[int | None] = (0,), outcome: str = "not whole") -> None:
+        """A command that has ended has one of these exit statuses."""
+        if running.status not in statuses:
+            raise Failed(outcome, f"exit status {running.status}: {running.text()[-500:]}")
 
     # What is asked of a run that goes on.
 
-    def goes_on(self, before: Sequence[Running] = (), *, saved: bool = False) -> Measured:
-        """The same command finishes the run, as if nothing had happened.
+    def finishes(self, *more: str, log: bool = True, **options: Any) -> Running:
+        """The same command finishes the run, as if nothing had happened; ``log``: so does its ``metrics.jsonl``."""
+        running = self.train_to_end(*more, **options)
+        self.expect(running)
+        self.equals_undisturbed(log=log)
+        return running
+
+    def finishes_nearly(self, *more: str) -> None:
+        """The run finishes in another layout: its losses are the undisturbed ones but for rounding."""
+        running = self.train_to_end(*more, limit=RUN_LIMIT[4])
+        self.expect(running)
+        found, wanted = losses(self.run_folder), self.reference.losses
+        if far := [i for i in wanted if abs(found.get(i, 0.0) - wanted[i]) > 1e-3]:
+            raise Failed("wrong continuation", f"other losses at {far[:5]}: {running.text()[-300:]}")
+
+    def goes_on(self, before: Sequence[Running] = (), *, saved: bool = False, seconds: float = 0.0) -> Measured:
+        """The same command finishes the run, and trains few steps again.
 
         Args:
             before: the disturbed commands of this run, which ended before now.
             saved: whether the last of them had time to save everything.
+            seconds: that it took to end.
         """
-        running = self.train_to_end()
-        if running.status != 0:
-            raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
+        running = self.finishes()
         lost = self._lost([one.text() for one in before], self.resumed_at(running), saved)
-        self.equals_undisturbed()
-        return Measured(steps_lost=lost)
+        return Measured(lost, seconds)
 
     def _lost(self, before: Sequence[str], resumed: int, saved: bool) -> int:
         """Number of steps that are trained again; too many are a failure."""
-        announced = max((_last(_SAVED, one) for one in before), default=0)
-        if announced > resumed:
-            raise Failed("silent loss", f"iteration {announced} was said to be saved; it went on from {resumed}")
-        reached, began = (max((_last(each, one) for one in before), default=0) for each in (_STEP, _BEGAN))
+        saved_at, reached, began = (
+            max((_last(each, one) for one in before), default=0) for each in (_SAVED, _STEP, _BEGAN)
+        )
+        if saved_at > resumed:
+            raise Failed("silent loss", f"iteration {saved_at} was said to be saved; it went on from {resumed}")
         lost = max(0, reached - resumed)
         # A save that was under way when the fault came may have gone on behind the training.
         failed = max((len(_FAILED.findall(one)) for one in before), default=0)
-        allowed = 0 if saved else INTERVAL * (1 + min(failed, FORGIVEN)) + (reached - began if began > announced else 0)
+        allowed = 0 if saved else INTERVAL * (1 + min(failed, FORGIVEN)) + (reached - began if began > saved_at else 0)
         if lost > allowed:
             raise Failed("work lost", f"{lost} steps, from {resumed} to {reached}; {allowed} are allowed")
         return lost
@@ -164,24 +197,24 @@ class Place:
         """The finished run's state is bit for bit the undisturbed one's, and so is each loss in its log."""
         try:
             state = commands.asked(state_of, str(self.run_folder), STEPS)
-        except RuntimeError as error:
+        except Exception as error:
             raise Failed("not whole", f"no checkpoint of iteration {STEPS}: {str(error)[-200:]}") from None
         if state != self.reference.state:
             raise Failed("wrong continuation", "the final state differs from the undisturbed run's")
-        if log and (found := losses(self.run_folder)) != self.reference.losses:
-            first = min(
-                key for key in found | self.reference.losses if found.get(key) != self.reference.losses.get(key)
-            )
-            raise Failed(
-                "wrong continuation",
-                f"metrics.jsonl, iteration {first}: {found.get(first)}, undisturbed {self.reference.losses.get(first)}",
-            )
+        if log and (found := losses(self.run_folder)) != (wanted := self.reference.losses):
+            first = min(key for key in found | wanted if found.get(key) != wanted.get(key))
+            seen = f"metrics.jsonl, iteration {first}: {found.get(first)}, undisturbed {wanted.get(first)}"
+            raise Failed("wrong continuation", seen)
 
     # Moments.
 
     def steps_told(self, running: Running) -> int:
         """The last iteration that a run has printed."""
         return _last(_STEP, running.text())
+
+    def saved_at(self, running: Running) -> int:
+        """The last iteration that a run said to be saved."""
+        return _last(_SAVED, running.text())
 
     def resumed_at(self, running: Running) -> int:
         """The iteration from which a run went on."""
@@ -201,11 +234,6 @@ class Place:
         rank = self.random.choice([rank for rank, count in enumerate(self.reference.operations) if count])
         number = self.random.randint(1, self.reference.operations[rank])
         return {"under": str(self.run_folder), "rank": None if self.workers == 1 else rank, "number": number}
-
-
-def announced(before: Sequence[Running]) -> int:
-    """The last iteration that one of these commands said to be saved."""
-    return max((_last(_SAVED, one.text()) for one in before), default=0)
 
 
 def _last(pattern: re.Pattern[str], text: str) -> int:

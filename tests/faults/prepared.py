@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,10 +110,14 @@ class Prepared:
         place = self.folder / "stopping"
         _link_data(self.folder, place)
         words = [*training(1), "--exit-interval", str(STOPPED_AT)]
-        running = commands.start(words, place / "log", folder=place, mark=f"{place}")
-        if not (running.wait(LIMIT) and running.status == 0):
-            raise SystemExit(f"the run to stop failed:\n{running.text()}")
+        _run(words, place)
         place.rename(self.stopped)
+
+
+def _run(words: Sequence[str], folder: Path) -> None:
+    running = commands.start(words, folder / "log", folder=folder, mark=f"{folder}")
+    if not (running.wait(LIMIT) and running.status == 0):
+        raise SystemExit(f"{words} failed:\n{running.text()}")
 
 
 def _make_data(folder: Path) -> None:
@@ -127,9 +132,7 @@ def _make_data(folder: Path) -> None:
         "preprocess --input data/corpus.jsonl --output-prefix data/corpus --tokenizer-type SentencePieceTokenizer "
         "--tokenizer-model data/words.model --append-eod --workers 1",
     ):
-        running = commands.start(words_.split(), making / "log", folder=making.parent, mark=f"{making}")
-        if not (running.wait(LIMIT) and running.status == 0):
-            raise SystemExit(f"preparing failed:\n{running.text()}")
+        _run(words_.split(), making.parent)
     making.rename(folder / "data")
 
 

@@ -7,11 +7,11 @@ from tests.faults import damage, disks, mixed_up, stopped, strangers
 from tests.faults.fault import OK, OUTCOMES, Kind, Verdict
 from tests.faults.held_out import folders, inputs, processes, surroundings, texts
 
-_FILES = [*damage.FILES, *mixed_up.FILES, *strangers.FILES]
-_OTHERS = (folders, surroundings, processes, inputs, texts)
+BUILT = (stopped, disks, damage, mixed_up, strangers)
+HELD_OUT = (folders, surroundings, processes, inputs, texts)
 SETS: dict[str, list[Kind]] = {
-    "built": [*stopped.ONE, *disks.ONE, *_FILES, *stopped.FOUR, *disks.FOUR],
-    "held-out": [kind for module in _OTHERS for kind in [*module.ONE, *module.FOUR]],
+    name: sorted((kind for module in modules for kind in module.KINDS), key=lambda kind: kind.workers)
+    for name, modules in (("built", BUILT), ("held-out", HELD_OUT))
 }
 """Kinds that were written with the code they disturb, and kinds that an outsider wrote down afterwards."""
 

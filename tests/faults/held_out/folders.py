@@ -5,12 +5,13 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.faults.commands import Running
 from tests.faults.damage import goes_on_or_says_why
-from tests.faults.disks import may_mount
-from tests.faults.fault import Failed, Kind, Measured
-from tests.faults.place import Place, announced
+from tests.faults.disks import may_mount, small_file_system
+from tests.faults.fault import Failed, Kind, Measured, kind
+from tests.faults.place import Place
 from tests.faults.prepared import INTERVAL, STEPS, STOPPED_AT
+
+KINDS: list[Kind] = []
 
 NOBODY = 65534
 NAMES = (
@@ -19,10 +20,11 @@ NAMES = (
 )
 
 
+@kind(KINDS, one=4)
 def copied_by_halves(place: Place) -> Measured:
     """The newest checkpoint is a copy that broke off: files are missing, one has a copying program's temporary name."""
     place.with_stopped_run()
-    newest = max(place.run_folder.glob("iter_*"))
+    newest = place.newest_checkpoint()
     files = sorted(path for path in newest.iterdir() if path.is_file())
     place.random.shuffle(files)
     count = place.random.randint(1, len(files))
@@ -36,10 +38,11 @@ def copied_by_halves(place: Place) -> Measured:
     return goes_on_or_says_why(place, files[0])
 
 
+@kind(KINDS, one=3)
 def names_of_others(place: Place) -> Measured:
     """Copies, back-ups and left-overs of other programs lie beside the checkpoints, and have similar names."""
     place.with_stopped_run()
-    newest, run = max(place.run_folder.glob("iter_*")), place.run_folder
+    newest, run = place.newest_checkpoint(), place.run_folder
     for name in place.random.sample(
         ("iter_0000022 (copy)", "iter_0000022~", "iter_0000022.bak", "ITER_0000025", "iter_0000022.tar.part"), 2
     ):
@@ -50,17 +53,14 @@ def names_of_others(place: Place) -> Measured:
         (run / name).write_bytes(place.random.randbytes(100))
     place.say("runs run")
     place.say("inspect run")
-    running = place.train_to_end()
-    if running.status != 0:
-        raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
-    place.equals_undisturbed()
-    return Measured(steps_lost=_none_lost(place, running))
+    return _goes_on_where_it_was(place)
 
 
+@kind(KINDS, one=3)
 def linked_folders(place: Place) -> Measured:
     """The run folder or its newest checkpoint is a link to another place, or shares its files with a back-up."""
     place.with_stopped_run()
-    newest, case = max(place.run_folder.glob("iter_*")), place.random.randrange(3)
+    newest, case = place.newest_checkpoint(), place.random.randrange(3)
     path = (place.run_folder, newest)[case % 2]
     elsewhere = place.folder / "elsewhere"
     if case < 2:
@@ -70,21 +70,21 @@ def linked_folders(place: Place) -> Measured:
         shutil.copytree(place.run_folder, elsewhere, copy_function=os.link)
     held = {file: file.read_bytes() for file in elsewhere.rglob("iter_*/*") if file.is_file()}
     place.say("runs run")
-    running = place.train_to_end()
-    if running.status != 0:
-        raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
+    measured = _goes_on_where_it_was(place)
     if case == 2 and {file: file.read_bytes() for file in held} != held:
         raise Failed("not whole", "the back-up's checkpoints were changed")
-    place.equals_undisturbed()
-    return Measured(steps_lost=_none_lost(place, running))
+    return measured
 
 
-def _none_lost(place: Place, running: Running) -> int:
+def _goes_on_where_it_was(place: Place, *more: str) -> Measured:
+    """The stopped run finishes, and trains no step again."""
+    running = place.finishes(*more)
     if (resumed := place.resumed_at(running)) != STOPPED_AT:
         raise Failed("work lost", f"it went on from {resumed}, not from {STOPPED_AT}: {running.text()[:500]}")
-    return 0
+    return Measured()
 
 
+@kind(KINDS, one=5, four=1)
 def moved_meanwhile(place: Place) -> Measured:
     """The run folder is renamed while the run writes, or a link to it gets another target; perhaps back again."""
     run, away, other = place.run_folder, place.folder / "away", place.folder / "other"
@@ -107,23 +107,18 @@ def moved_meanwhile(place: Place) -> Measured:
         elif away.exists() and not run.exists():
             away.rename(run)
     seconds = place.ended(running)
-    place.plain(running)
     folders = [folder for folder in (run, away, other) if folder.is_dir()]
     found = {_newest(folder): folder for folder in folders}
-    if announced([running]) > max(found, default=0):
-        raise Failed("silent loss", f"{announced([running])} was said to be saved; there are {found}")
+    if place.saved_at(running) > max(found, default=0):
+        raise Failed("silent loss", f"{place.saved_at(running)} was said to be saved; there are {found}")
     if running.status == 0 and max(found, default=0) < STEPS:
         raise Failed("silent loss", f"exit status 0 without the last checkpoint: {running.text()[-300:]}")
     best = found.get(max(found, default=0), run)
     if best != run and best.exists():
         run.unlink() if run.is_symlink() else shutil.rmtree(run, ignore_errors=True)
         best.rename(run)
-    measured = Measured(seconds_to_exit=seconds)
-    running = place.train_to_end()
-    if running.status != 0:
-        raise Failed("not whole", f"the run does not go on: {running.text()[-500:]}")
-    place.equals_undisturbed(log=False)
-    return measured
+    place.finishes(log=False)
+    return Measured(seconds_to_exit=seconds)
 
 
 def _point(link: Path, target: Path) -> None:
@@ -137,6 +132,7 @@ def _newest(folder: Path) -> int:
     return max((int(number) for number in numbers if number.isdecimal()), default=0)
 
 
+@kind(KINDS, one=5, four=1)
 def removed_meanwhile(place: Place) -> Measured:
     """Someone deletes the run folder, or the checkpoint that is being written, while the run goes on."""
     running = place.with_data().train()
@@ -148,16 +144,13 @@ def removed_meanwhile(place: Place) -> Measured:
         running.sleep(place.random.uniform(0, 0.1))
     reached = place.steps_told(running)
     seconds = place.ended(running)
-    place.plain(running)
     if running.status == 0 and _newest(place.run_folder) < STEPS and reached < STEPS - INTERVAL:
         raise Failed("silent loss", f"exit status 0 without the last checkpoint: {running.text()[-300:]}")
-    again = place.train_to_end()
-    if again.status != 0:
-        raise Failed("not whole", f"the run does not go on: {again.text()[-500:]}")
-    place.equals_undisturbed(log=False)
+    place.finishes(log=False)
     return Measured(seconds_to_exit=seconds)
 
 
+@kind(KINDS, one=4)
 def two_runs_in_turns(place: Place) -> Measured:
     """Another run is given the same folder while the first one rests: it is refused, and the first goes on."""
     place.with_stopped_run()
@@ -167,13 +160,10 @@ def two_runs_in_turns(place: Place) -> Measured:
     other = place.train_to_end(*flags.split())
     if other.status == 0:
         raise Failed("wrong continuation", f"{flags} goes on in another run's folder: {other.text()[:500]}")
-    running = place.train_to_end()
-    if running.status != 0:
-        raise Failed("not whole", f"the first run does not go on: {running.text()[-500:]}")
-    place.equals_undisturbed()
-    return Measured(steps_lost=_none_lost(place, running))
+    return _goes_on_where_it_was(place)
 
 
+@kind(KINDS, one=5)
 def read_only(place: Place) -> Measured:
     """Folders or files of the run cannot be written, read or opened by the user that goes on with it."""
     place.with_stopped_run()
@@ -185,10 +175,8 @@ def read_only(place: Place) -> Measured:
         subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", str(place.folder)], check=True)
     subprocess.run(["chmod", *(["-R"] if recursive else []), mode, str(under)], check=True)
     place.note(f"chmod {mode} {under.name}{' -R' if recursive else ''}")
-    variables = {"HOME": str(place.folder / "home")}
-    running = place.train(inside=become_nobody, variables=variables)
+    running = place.train(inside=become_nobody, variables={"HOME": str(place.folder / "home")})
     place.ended(running)
-    place.plain(running)
     if running.status == 0 and _newest(place.run_folder) < STEPS:
         raise Failed("silent loss", f"exit status 0 without the last checkpoint: {running.text()[-300:]}")
     subprocess.run(["chmod", "-R", "u+rwX", str(place.folder)], check=True)
@@ -203,54 +191,28 @@ def become_nobody() -> None:
         os.setuid(NOBODY)
 
 
+@kind(KINDS, one=6)
 def strange_names(place: Place) -> Measured:
     """The path of the run folder holds spaces, line ends, control characters, other alphabets, or is very long."""
     name = place.random.choice(NAMES)
     place.with_data().run_folder = place.folder / name
     flags = [f"--save={name}", f"--load={name}", "--tensorboard-dir", str(Path(name) / "tensorboard")]
-    first = place.train_to_end(*flags, "--exit-interval", str(STOPPED_AT))
+    place.note(repr(name))
+    place.expect(place.train_to_end(*flags, "--exit-interval", str(STOPPED_AT)))
     for words in (["runs", f"./{name}"], ["inspect", f"./{name}", "--verify"], ["summary", f"./{name}"]):
         place.say(words)
-    running = place.train_to_end(*flags)
-    if first.status != 0 or running.status != 0:
-        raise Failed("not whole", f"{name!r}: {first.text()[-500:]} {running.text()[-500:]}")
-    place.equals_undisturbed()
-    return Measured(steps_lost=_none_lost(place, running))
+    return _goes_on_where_it_was(place, *flags)
 
 
+@kind(KINDS, one=3, four=1)
 def few_files_left(place: Place) -> Measured:
     """The file system of the run folder has room, but takes only a few more files (inodes)."""
     if not may_mount():
         return names_of_others(place)
     place.with_data()
     place.run_folder.mkdir()
-    inodes = f"size=16m,nr_inodes={place.random.randint(2, 30)}"
-    subprocess.run(["mount", "-t", "tmpfs", "-o", inodes, "tmpfs", str(place.run_folder)], check=True)
-    try:
+    with small_file_system(place.run_folder, f"size=16m,nr_inodes={place.random.randint(2, 30)}") as remount:
         running = place.train()
         seconds = place.ended(running)
-        place.plain(running)
-        subprocess.run(["mount", "-o", "remount,nr_inodes=1000", str(place.run_folder)], check=True)
-        measured = place.goes_on([running])
-    finally:
-        subprocess.run(["umount", "-l", str(place.run_folder)], check=False)
-    measured.seconds_to_exit = seconds
-    return measured
-
-
-ONE = [
-    Kind("copied-by-halves", copied_by_halves, 1, 4),
-    Kind("names-of-others", names_of_others, 1, 3),
-    Kind("linked-folders", linked_folders, 1, 3),
-    Kind("moved-meanwhile", moved_meanwhile, 1, 5),
-    Kind("removed-meanwhile", removed_meanwhile, 1, 5),
-    Kind("two-runs-in-turns", two_runs_in_turns, 1, 4),
-    Kind("read-only", read_only, 1, 5),
-    Kind("strange-names", strange_names, 1, 6),
-    Kind("few-files-left", few_files_left, 1, 3),
-]
-FOUR = [
-    Kind("moved-meanwhile", moved_meanwhile, 4, 1),
-    Kind("removed-meanwhile", removed_meanwhile, 4, 1),
-    Kind("few-files-left", few_files_left, 4, 1),
-]
+        remount("nr_inodes=1000")
+        return place.goes_on([running], seconds=seconds)

@@ -10,14 +10,18 @@ import tty
 from pathlib import Path
 
 from tests.faults.commands import Running
-from tests.faults.fault import Failed, Kind, Measured
+from tests.faults.fault import Failed, Kind, Measured, kind
 from tests.faults.place import RUN_LIMIT, Place
 from tests.faults.prepared import STEPS
 
+KINDS: list[Kind] = []
+
 RESTARTS = ("--max-restarts", "5", "--mirror-interval", "3")
+REQUESTS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 MIRRORS = Path("/dev/shm")
 
 
+@kind(KINDS, one=4, four=2)
 def burst_of_signals(place: Place) -> Measured:
     """Several requests to stop within a second, sent to every process at once, as a batch system does: it saves."""
     running = place.with_data().train()
@@ -26,24 +30,21 @@ def burst_of_signals(place: Place) -> Measured:
     rng, first = place.random, None
     was_over = running.poll() is not None
     for _ in range(rng.randint(2, 6)):
-        number = rng.choice((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT))
+        number = rng.choice((*REQUESTS, signal.SIGCONT))
         for pid in [running.pid, *running.others()]:
             running.send(number, pid)
         first = first or (None if number == signal.SIGCONT else number)
         time.sleep(rng.uniform(0, 0.2))
-    seconds = place.ended(running)
-    place.plain(running, killed=True)
+    seconds = place.ended(running, killed=True)
     is_over = was_over or f"iteration {STEPS:8d}/" in running.text()
-    allowed = {128 + number for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)}
+    allowed = {128 + number for number in REQUESTS}
     if first is None or is_over:
         allowed |= {0}
-    if running.status not in allowed:
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-500:]}")
-    measured = place.goes_on([running], saved=True)
-    measured.seconds_to_exit = seconds
-    return measured
+    place.expect(running, allowed)
+    return place.goes_on([running], saved=True, seconds=seconds)
 
 
+@kind(KINDS, one=3, four=1)
 def terminal_closes(place: Place) -> Measured:
     """The terminal in which the run was started is closed, or its connection lost: it saves, and ends."""
     ours, theirs = pty.openpty()
@@ -66,15 +67,13 @@ def terminal_closes(place: Place) -> Measured:
         except OSError:  # the other side is closed
             break
     os.close(ours)
-    seconds = place.ended(running)
-    place.plain(running, killed=True)
-    if running.status not in (0, 128 + signal.SIGHUP) and place.steps_told(running):
-        raise Failed("not whole", f"exit status {running.status} after SIGHUP: {running.text()[-500:]}")
-    measured = place.goes_on([running], saved=True)
-    measured.seconds_to_exit = seconds
-    return measured
+    seconds = place.ended(running, killed=True)
+    if place.steps_told(running):
+        place.expect(running, (0, 128 + signal.SIGHUP))
+    return place.goes_on([running], saved=True, seconds=seconds)
 
 
+@kind(KINDS, one=2, four=1)
 def frozen_machine(place: Place) -> Measured:
     """All processes stand still for some seconds, as while a virtual machine is moved: the run goes on."""
     more = (*RESTARTS, "--hang-seconds", "2") if place.random.random() < 0.7 else ()
@@ -90,6 +89,7 @@ def frozen_machine(place: Place) -> Measured:
     return _finishes(place, running)
 
 
+@kind(KINDS, one=5, four=3)
 def deaths_with_restarts(place: Place) -> Measured:
     """kill -9 of random workers, or of the process that forks them, with --max-restarts: the run finishes by itself."""
     running = place.with_data().train(*RESTARTS)
@@ -100,6 +100,7 @@ def deaths_with_restarts(place: Place) -> Measured:
     return _finishes(place, running)
 
 
+@kind(KINDS, one=4, four=2)
 def lost_copies(place: Place) -> Measured:
     """The folder of copies in memory is removed, emptied, damaged or made unreadable, and then a worker is killed."""
     running = place.with_data().train(*RESTARTS)
@@ -122,7 +123,6 @@ def lost_copies(place: Place) -> Measured:
     if targets := running.workers():
         running.send(signal.SIGKILL, place.random.choice(targets))
     place.ended(running, RUN_LIMIT[4])
-    place.plain(running)
     for folder in re.findall(r"--load (/dev/shm/gptpar-mirror-\w+)", running.text()):
         shutil.rmtree(folder)
     if running.status == 0:
@@ -139,26 +139,8 @@ def _is_of(folder: Path, running: Running) -> bool:
 
 def _finishes(place: Place, running: Running) -> Measured:
     place.ended(running, RUN_LIMIT[4])
-    place.plain(running)
-    if running.status != 0:
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-700:]}")
+    place.expect(running)
     if left := [folder for folder in MIRRORS.glob("gptpar-mirror-*") if _is_of(folder, running)]:
         raise Failed("not whole", f"{left} is left in memory")
     place.equals_undisturbed()
     return Measured()
-
-
-ONE = [
-    Kind("burst-of-signals", burst_of_signals, 1, 4),
-    Kind("terminal-closes", terminal_closes, 1, 3),
-    Kind("frozen-machine", frozen_machine, 1, 2),
-    Kind("deaths-with-restarts", deaths_with_restarts, 1, 5),
-    Kind("lost-copies", lost_copies, 1, 4),
-]
-FOUR = [
-    Kind("burst-of-signals", burst_of_signals, 4, 2),
-    Kind("terminal-closes", terminal_closes, 4, 1),
-    Kind("frozen-machine", frozen_machine, 4, 1),
-    Kind("deaths-with-restarts", deaths_with_restarts, 4, 3),
-    Kind("lost-copies", lost_copies, 4, 2),
-]

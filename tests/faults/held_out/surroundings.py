@@ -12,16 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.faults.commands import Running
-from tests.faults.disks import may_mount
-from tests.faults.fault import Failed, Kind, Measured
+from tests.faults.disks import SENTENCE, may_mount
+from tests.faults.fault import Kind, Measured, kind
 from tests.faults.held_out.folders import become_nobody
 from tests.faults.place import Place
-from tests.faults.prepared import STEPS, training
+from tests.faults.prepared import training
+
+KINDS: list[Kind] = []
 
 CLONE_NEWNS = 0x20000
-SENTENCE = (0, 1, 2, 74, 120)
-"""Exit statuses of a command that ended by itself: 74 if the newest state is not on the disk, 120 if stdout is cut."""
-
 LOCALES = (
     *({"LC_ALL": "C"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0"}, {"LC_ALL": "tr_TR.UTF-8"}, {"LANG": "nowhere"}),
     *({"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}),
@@ -44,12 +43,14 @@ LEFT_OVERS = {
 VALUES = ("", "0", "1", "3", "-1", "x", "1.5", " 0", "99999999999999999999", "nowhere.invalid", "\x1b[31m")
 
 
+@kind(KINDS, one=4, four=1)
 def few_open_files(place: Place) -> Measured:
     """ulimit -n: only a few files may be open at once."""
     most = place.random.randint(4, 130)
     return _limited(place, resource.RLIMIT_NOFILE, most)
 
 
+@kind(KINDS, one=4)
 def little_address_space(place: Place) -> Measured:
     """ulimit -v: a process gets little more memory than its code and libraries take."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -59,18 +60,17 @@ def little_address_space(place: Place) -> Measured:
 def _limited(place: Place, what: int, most: int) -> Measured:
     place.note(f"limit {what}: {most}")
     running = place.with_data().train(inside=lambda: resource.setrlimit(what, (most, most)))
-    place.ended(running)
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running)
 
 
-def _ended_and_goes_on(place: Place, running: Running) -> Measured:
-    """It ended by itself, with an error that is a sentence; the same command then finishes the run."""
-    place.plain(running)
-    if running.status not in SENTENCE:
-        raise Failed("traceback", f"exit status {running.status}: {running.text()[-500:]}")
+def _ends_and_goes_on(place: Place, running: Running, limit: float | None = None, must_work: bool = False) -> Measured:
+    """It ends by itself, with an error that is a sentence; the same command then finishes the run."""
+    place.ended(running, limit)
+    place.expect(running, (0,) if must_work else SENTENCE, "not whole" if must_work else "traceback")
     return place.goes_on([running])
 
 
+@kind(KINDS, one=3, four=1)
 def few_threads(place: Place) -> Measured:
     """ulimit -u: the user may start few more threads and processes."""
     subprocess.run(["chmod", "-R", "a+rwX", str(place.with_data().folder)], check=True)
@@ -82,47 +82,48 @@ def few_threads(place: Place) -> Measured:
 
     place.note(f"{most} processes")
     running = place.train(inside=limit, variables={"HOME": str(place.folder / "home")})
-    place.ended(running)
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running)
 
 
+@kind(KINDS, one=2)
 def little_time(place: Place) -> Measured:
     """ulimit -t: the system sends SIGXCPU when a process has used its seconds of processor time."""
     seconds = place.random.randint(1, 2)
     running = place.with_data().train(
         "--eval-iters", "200", inside=lambda: resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 30))
     )
-    place.ended(running)
-    place.plain(running, killed=True)
+    place.ended(running, killed=True)
     return place.goes_on([running])
 
 
+@kind(KINDS, one=3)
 def other_locale(place: Place) -> Measured:
     """The locale is C, Turkish or missing, and standard output takes ASCII alone."""
     variables = place.random.choice(LOCALES)
     place.with_data().run_folder = place.folder / "rün"
     flags = ["--save", "rün", "--load", "rün"]
-    first = place.train_to_end(*flags, "--exit-interval", "22", variables=variables, fresh=True)
+    place.note(str(variables))
+    place.expect(place.train_to_end(*flags, "--exit-interval", "22", variables=variables, fresh=True))
     for words in (["runs", "rün"], ["generate", "--load", "rün", "--prompt", "ü漢", "--num-tokens", "4"]):
         place.say(words, variables=variables, fresh=True)
-    running = place.train_to_end(*flags, variables=variables, fresh=True)
-    if first.status != 0 or running.status != 0:
-        raise Failed("not whole", f"{variables}: {first.text()[-300:]} {running.text()[-300:]}")
-    place.equals_undisturbed()
+    place.finishes(*flags, variables=variables, fresh=True)
     return Measured()
 
 
+@kind(KINDS, one=4)
 def other_python(place: Place) -> Measured:
     """Variables that change how Python and its libraries behave: -O, warnings as errors, a debugging allocator."""
     return _with_variables(place, place.random.choice(PYTHONS), must_work=True)
 
 
+@kind(KINDS, one=4, four=1)
 def no_home(place: Place) -> Measured:
     """HOME, the cache folder or TMPDIR is missing, is no folder, or cannot be written."""
     variables = place.random.choice(HOMES)
     return _with_variables(place, variables, must_work="TMPDIR" not in variables)
 
 
+@kind(KINDS, one=6)
 def left_over_variables(place: Place) -> Measured:
     """Variables of another launcher are left over in the shell, whole or garbled."""
     names = place.random.sample(sorted(LEFT_OVERS), place.random.randint(1, len(LEFT_OVERS)))
@@ -135,12 +136,10 @@ def left_over_variables(place: Place) -> Measured:
 def _with_variables(place: Place, variables: dict[str, str], *, must_work: bool) -> Measured:
     place.note(str(variables))
     running = place.with_data().train("--distributed-timeout-minutes", "0.2", variables=variables, fresh=True)
-    place.ended(running, 120.0)
-    if must_work and running.status != 0:
-        raise Failed("not whole", f"{variables}: {running.text()[-500:]}")
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running, 120.0, must_work)
 
 
+@kind(KINDS, one=5, four=1)
 def lost_output(place: Place) -> Measured:
     """Standard input, output or error is closed, is a pipe that nobody reads any more, or a full device."""
     rng, case = place.random, place.random.randrange(3)
@@ -160,17 +159,14 @@ def lost_output(place: Place) -> Measured:
 
     place.note(f"{('closed', 'broken pipe', 'full device')[case]}: {targets}")
     running = place.with_data().train(inside=lose, fresh=True)
-    seconds = place.ended(running)
-    place.plain(running, mute=True)
-    if case == 0 and running.status != 0:
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-500:]}")
-    if running.status not in (*SENTENCE, 128 + signal.SIGPIPE):
-        raise Failed("traceback", f"exit status {running.status}: {running.text()[-500:]}")
-    measured = place.goes_on([running])
-    measured.seconds_to_exit = seconds
-    return measured
+    seconds = place.ended(running, mute=True)
+    if case == 0:
+        place.expect(running)
+    place.expect(running, (*SENTENCE, 128 + signal.SIGPIPE), "traceback")
+    return place.goes_on([running], seconds=seconds)
 
 
+@kind(KINDS, one=3, four=1)
 def reader_goes_away(place: Place) -> Measured:
     """The program that reads what the run prints ends after some lines, as head does: the run itself goes on."""
     reading, writing = os.pipe()
@@ -178,12 +174,13 @@ def reader_goes_away(place: Place) -> Measured:
     os.close(writing)
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         read = pipe.read(place.random.randint(1, 8000))
-    place.ended(running)
-    if running.status not in (*SENTENCE, 128 + signal.SIGPIPE):
-        raise Failed("traceback", f"exit status {running.status} after {read[-200:]!r}")
+    place.over(running)
+    place.note(f"it read {read[-200:]!r}")
+    place.expect(running, (*SENTENCE, 128 + signal.SIGPIPE), "traceback")
     return place.goes_on([running])
 
 
+@kind(KINDS, one=4)
 def other_umask(place: Place) -> Measured:
     """An unusual umask: files are born unreadable, or open to everybody."""
     mask = place.random.choice((0o777, 0o277, 0o477, 0o000, 0o077, 0o007, 0o177))
@@ -195,10 +192,10 @@ def other_umask(place: Place) -> Measured:
 
     place.note(f"umask {mask:o}")
     running = place.train(inside=mask_files, variables={"HOME": str(place.folder / "home")})
-    place.ended(running)
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running)
 
 
+@kind(KINDS, one=3)
 def stepped_clock(place: Place) -> Measured:
     """The clock is set years back or ahead while the run trains, as a time service does with a wrong machine."""
     after, step = place.random.uniform(0, 2), place.random.choice((-1e9, -3600.0, -5.0, 5.0, 3600.0, 1e9))
@@ -209,15 +206,11 @@ def stepped_clock(place: Place) -> Measured:
 
     place.note(f"the clock steps {step:g} s")
     more = ("--exit-duration-in-mins", "5", "--save-interval-minutes", "2")
-    running = place.with_data().train_to_end(*more, inside=set_clock)
-    if running.status != 0:
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-500:]}")
-    if place.steps_told(running) < STEPS:
-        raise Failed("not whole", f"it stopped early: {running.text()[-500:]}")
-    place.equals_undisturbed()
+    place.with_data().finishes(*more, inside=set_clock)
     return Measured()
 
 
+@kind(KINDS, one=3, four=1)
 def no_working_folder(place: Place) -> Measured:
     """The folder in which the command was started is removed, before it starts or while it runs."""
     here = place.with_data().folder / "here"
@@ -229,10 +222,10 @@ def no_working_folder(place: Place) -> Measured:
     if not before:
         place.moment(running)
         here.rmdir()
-    place.ended(running)
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running)
 
 
+@kind(KINDS, one=3, four=1)
 def little_shared_memory(place: Place) -> Measured:
     """/dev/shm is small, cannot be written, or is missing, and the run keeps copies in memory."""
     if not may_mount():
@@ -249,10 +242,10 @@ def little_shared_memory(place: Place) -> Measured:
             subprocess.run(command, check=True)
 
     running = place.with_data().train("--max-restarts", "2", "--mirror-interval", "3", inside=mount)
-    place.ended(running)
-    return _ended_and_goes_on(place, running)
+    return _ends_and_goes_on(place, running)
 
 
+@kind(KINDS, two=1)
 def taken_port(place: Place) -> Measured:
     """The port of the rendezvous is in use: by a program that never answers, or one that talks something else."""
     words = ["launch", "--nproc-per-node", str(place.workers), "--master-port"]
@@ -261,12 +254,11 @@ def taken_port(place: Place) -> Measured:
         port = str(server.getsockname()[1])
         running = place.with_data().start([*words, port, "-m", "gptpar", *train], fresh=True)
         place.ended(running)
-    place.plain(running)
-    if running.status not in (1, 2):
-        raise Failed("not whole", f"exit status {running.status} although the port is taken: {running.text()[-500:]}")
+    place.expect(running, (1, 2))
     return place.goes_on([running])
 
 
+@kind(KINDS, one=3)
 def cache_folders_gone(place: Place) -> Measured:
     """The index cache or the folder of compiled code is removed, or replaced by a file, while the run goes on."""
     cache = place.folder / "cache"
@@ -279,37 +271,6 @@ def cache_folders_gone(place: Place) -> Measured:
     ]
     place.random.choice(victims)()
     place.ended(running)
-    place.plain(running)
-    if running.status != 0:
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-500:]}")
+    place.expect(running)
     place.equals_undisturbed(log=False)
     return Measured()
-
-
-ONE = [
-    Kind("few-open-files", few_open_files, 1, 4),
-    Kind("little-address-space", little_address_space, 1, 4),
-    Kind("few-threads", few_threads, 1, 3),
-    Kind("little-time", little_time, 1, 2),
-    Kind("other-locale", other_locale, 1, 3),
-    Kind("other-python", other_python, 1, 4),
-    Kind("no-home", no_home, 1, 4),
-    Kind("left-over-variables", left_over_variables, 1, 6),
-    Kind("lost-output", lost_output, 1, 5),
-    Kind("reader-goes-away", reader_goes_away, 1, 3),
-    Kind("other-umask", other_umask, 1, 4),
-    Kind("stepped-clock", stepped_clock, 1, 3),
-    Kind("no-working-folder", no_working_folder, 1, 3),
-    Kind("little-shared-memory", little_shared_memory, 1, 3),
-    Kind("cache-folders-gone", cache_folders_gone, 1, 3),
-]
-FOUR = [
-    Kind("few-open-files", few_open_files, 4, 1),
-    Kind("few-threads", few_threads, 4, 1),
-    Kind("no-home", no_home, 4, 1),
-    Kind("lost-output", lost_output, 4, 1),
-    Kind("reader-goes-away", reader_goes_away, 4, 1),
-    Kind("no-working-folder", no_working_folder, 4, 1),
-    Kind("little-shared-memory", little_shared_memory, 4, 1),
-    Kind("taken-port", taken_port, 2, 1),
-]

@@ -2,13 +2,14 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 
 from tests.faults.damage import READERS, goes_on_or_says_why, one_file
-from tests.faults.fault import Failed, Kind, Measured
+from tests.faults.fault import Failed, Kind, Measured, kind
 from tests.faults.place import Place
-from tests.faults.strangers import write_manifest
+from tests.faults.strangers import read_manifest, write_manifest
+
+KINDS: list[Kind] = []
 
 HUGE_BYTES = 1 << 40
 TEXTS: tuple[Callable[[bytes], bytes], ...] = (
@@ -30,6 +31,7 @@ TEXTS: tuple[Callable[[bytes], bytes], ...] = (
 )
 
 
+@kind(KINDS, one=8)
 def absurd_texts(place: Place) -> Measured:
     """A text file of the run holds JSON that is deep, huge, doubled, not a number, or in another encoding."""
     place.with_stopped_run()
@@ -45,11 +47,12 @@ def absurd_texts(place: Place) -> Measured:
     return goes_on_or_says_why(place, path)
 
 
+@kind(KINDS, one=4)
 def later_versions(place: Place) -> Measured:
     """Checkpoints of a later version of the program: new fields, other version numbers, new kinds of tensors."""
     place.with_stopped_run()
-    newest, rng = max(place.run_folder.glob("iter_*")), place.random
-    body = json.loads((newest / "manifest.json").read_text())["manifest"]
+    newest, rng = place.newest_checkpoint(), place.random
+    body = read_manifest(newest)
     case = rng.randrange(4)
     if case == 0:
         body["version"] = rng.choice((2, 1.5, "1", 10**30, None))
@@ -68,6 +71,7 @@ def later_versions(place: Place) -> Measured:
     return Measured()
 
 
+@kind(KINDS, one=5)
 def huge_files(place: Place) -> Measured:
     """A file of the run is a terabyte long, with a hole for most of it: it is not read into memory."""
     path = one_file(place)
@@ -76,12 +80,11 @@ def huge_files(place: Place) -> Measured:
     os.truncate(path, HUGE_BYTES)
     place.note(f"{path.relative_to(place.folder)} is huge")
     words = place.random.choice(READERS[2:] if path.suffix == ".bin" else READERS)
-    reader = place.say(words)
-    if reader.status not in (0, 1):
-        raise Failed("traceback", f"{words}: exit status {reader.status}: {reader.text()[-300:]}")
+    place.expect(place.say(words), (0, 1), "traceback")
     return goes_on_or_says_why(place, path)
 
 
+@kind(KINDS, one=2)
 def foreign_bombs(place: Place) -> Measured:
     """convert is given another program's folder whose files claim terabytes, or unpack to them."""
     import zipfile
@@ -104,17 +107,8 @@ def foreign_bombs(place: Place) -> Measured:
             file.writestr("archive/data.pkl", b"\x80\x02" + b"(" * 20_000_000)
             file.writestr("archive/version", "3")
     place.note(f"bomb {case}")
-    running = place.say(["convert", "foreign", "out"])
-    if running.status not in (1, 2) or (place.folder / "out").exists():
-        raise Failed("not whole", f"exit status {running.status}: {running.text()[-300:]}")
-    shutil.rmtree(source)
+    running = place.say("convert foreign out")
+    place.expect(running, (1, 2))
+    if (place.folder / "out").exists():
+        raise Failed("not whole", f"something was written: {running.text()[-300:]}")
     return Measured()
-
-
-ONE = [
-    Kind("absurd-texts", absurd_texts, 1, 8),
-    Kind("later-versions", later_versions, 1, 4),
-    Kind("huge-files", huge_files, 1, 5),
-    Kind("foreign-bombs", foreign_bombs, 1, 2),
-]
-FOUR: list[Kind] = []

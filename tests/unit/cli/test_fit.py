@@ -17,8 +17,6 @@ from gptpar.run.fitted_length import FittedLength
 GIB = 1 << 30
 TWO_CORES = Machine(0, "fp32", 20 * GIB, 0.0, "test")
 MINUTES = Choice("train-minutes", "8", "")
-
-
 COURSE = Course(Choice("preset", "350M", ""), MINUTES, LESSONS[0], 300)
 PARAMETERS = 302_904_320
 """Of the 350M preset with 512 tokens and 64 positions."""
@@ -40,14 +38,11 @@ def test_a_slow_cpu_gets_the_largest_model_that_it_can_teach(seconds: float, pre
     assert course.steps >= course.lesson.steps
 
 
-def test_choice_for_two_cpu_cores() -> None:
+def test_choices_for_two_cpu_cores_and_for_gpus() -> None:
     flags = chosen(TWO_CORES)
     assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("64", "2", "2")
     assert (flags["train-iters"], flags["train-minutes"], flags["lr-warmup-iters"]) == ("2000", "8", "20")
     assert "bf16" not in flags and "lr-warmup-fraction" not in flags
-
-
-def test_choice_for_four_gpus() -> None:
     flags = chosen(Machine(4, "bf16", 80 * GIB, 4 * 0.35 * 989e12, "test"), 8192)
     assert (flags["seq-length"], flags["micro-batch-size"], flags["global-batch-size"]) == ("1024", "16", "64")
     assert (flags["train-iters"], flags["lr"], flags["min-lr"]) == ("1000", "3e-4", "3e-5")
@@ -92,18 +87,15 @@ def test_an_evaluation_between_two_steps_is_no_step() -> None:
     assert (seconds, left) == (2.0, 480 - 83)
 
 
-def test_too_few_steps_are_told_with_the_minutes_that_would_do() -> None:
+def test_too_few_steps_are_told_with_the_minutes_that_would_do_and_none_more_than_wanted_is_taken() -> None:
     steps, sentence = after_ten_steps(9.1)
     assert steps == 53
     assert "a step takes 9.10 s: 53 steps fit into 8.0 minutes" in sentence
     assert "About 120 are needed to learn more than the frequencies" in sentence
     assert "begin anew with --train-minutes 19 (in the example: MINUTES=19 and another RUN)" in sentence
-
-
-def test_never_more_steps_than_wanted_and_never_fewer_than_taken() -> None:
     steps, sentence = after_ten_steps(0.01, most=500)
     assert steps == 500 and sentence.endswith("and --train-iters 500 are wanted")
-    assert after_ten_steps(100.0)[0] == 10
+    assert after_ten_steps(100.0)[0] == 10  # as many are taken already
 
 
 def test_the_length_is_decided_again_where_steps_become_slower() -> None:

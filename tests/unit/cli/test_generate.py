@@ -1,7 +1,8 @@
-"""Sampling at any temperature, and flags of ``gptpar generate`` that cannot be."""
+"""``gptpar generate`` and ``gptpar evaluate``: any temperature, flags that cannot be, texts and scores of one run."""
 
+import json
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.pipeline import Stage
 from gptpar.run.sampling import Sampling, continue_texts, make_texts
-from tests.unit.run.evaluation.task_files import BYTES
+from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
 
 
 class FixedLogits(torch.nn.Module):
@@ -59,38 +60,54 @@ def test_flags_that_cannot_be_are_told(
     assert stopped.value.code == 2 and told in capsys.readouterr().err
 
 
+class SavedRun(NamedTuple):
+    """A run that saved a model of bytes, and scored it on tasks: its own scores by task."""
+
+    folder: Path
+    tasks: list[str]
+    scores: dict[str, dict]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that saved a model of bytes."""
-    folder: Path = tmp_path_factory.mktemp("run")
-    config, derived = resolve(parse_flags([*BYTES.split(), "--save", str(folder)]), 1)
+def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    folder = tmp_path_factory.mktemp("saved")
+    tasks = [write_lines(folder / "questions.jsonl", QUESTIONS), write_lines(folder / "texts.jsonl", TEXTS)]
+    model = "--position-embedding-type rope --swiglu --untie-embeddings-and-output-weights --fp64"
+    words = [*BYTES.split(), *model.split(), "--save", str(folder / "run"), "--eval-tasks", *tasks]
+    config, derived = resolve(parse_flags(words), 1)
     pretrain(config, derived, ())
-    return folder
-
-
-def printed(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
-    capsys.readouterr()
-    assert main(["generate", "--load", str(folder), "--num-tokens", "12", *flags]) == 0
-    return capsys.readouterr().out
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return SavedRun(folder / "run", tasks, {line["task"]: line for line in lines if "task" in line})
 
 
 @pytest.mark.slow
-def test_several_prompts_give_what_each_gives_alone(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_evaluated_scores_are_those_of_the_run(run: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "--load", str(run.folder), "--dtype", "fp64", "--eval-tasks", *run.tasks]) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["iteration"] == 4 and found["tasks"].keys() == run.scores.keys()
+    for task, scores in found["tasks"].items():
+        del scores["seconds"]
+        assert {name: run.scores[task][name] for name in scores} == pytest.approx(scores, rel=1e-10)
+    assert " questions at iteration 4 | acc: " in err and "items in " in err
+
+
+@pytest.mark.slow
+def test_prompts_together_and_streams_give_what_each_prompt_gives_alone(
+    run: SavedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    alone = [printed(folder, capsys, "--prompt", prompt) for prompt in ("one", "and two")]
+    def printed(*flags: str) -> str:
+        capsys.readouterr()
+        assert main(["generate", "--load", str(run.folder), "--num-tokens", "12", *flags]) == 0
+        return capsys.readouterr().out
+
+    alone = [printed("--prompt", prompt) for prompt in ("one", "and two")]
     wanted = f"--- 1 of 2\n{alone[0]}--- 2 of 2\n{alone[1]}"
-    assert printed(folder, capsys, "--prompt", "one", "--prompt", "and two") == wanted
-    (tmp_path / "prompts.txt").write_text("one\nand two\n")
-    assert printed(folder, capsys, "--prompts", str(tmp_path / "prompts.txt")) == wanted
-    (tmp_path / "windows.txt").write_bytes(b"\xef\xbb\xbfone\r\nand two")
-    assert printed(folder, capsys, "--prompts", str(tmp_path / "windows.txt")) == wanted
+    assert printed("--prompt", "one", "--prompt", "and two") == wanted
+    for name, text in (("prompts.txt", b"one\nand two\n"), ("windows.txt", b"\xef\xbb\xbfone\r\nand two")):
+        (tmp_path / name).write_bytes(text)
+        assert printed("--prompts", str(tmp_path / name)) == wanted
     assert alone[0].startswith("one") and len(alone[0]) > 5
-
-
-@pytest.mark.slow
-def test_a_stream_is_the_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole = printed(folder, capsys, "--prompt", "one")
-    assert printed(folder, capsys, "--prompt", "one", "--stream") == whole
-    stop = whole[6]
-    assert printed(folder, capsys, "--prompt", "one", "--stop", stop) == whole[: whole.index(stop, 3)] + "\n"
+    assert printed("--prompt", "one", "--stream") == alone[0]
+    stop = alone[0][6]
+    assert printed("--prompt", "one", "--stop", stop) == alone[0][: alone[0].index(stop, 3)] + "\n"

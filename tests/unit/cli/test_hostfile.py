@@ -2,9 +2,9 @@
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,7 +12,9 @@ from gptpar.cli import hostfile
 from gptpar.cli.ssh import PASSED_ON
 from gptpar.errors import ConfigError
 
-HOSTS = {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3], "c": [0, 1, 2, 3]}
+HOSTS = {host: [0, 1, 2, 3] for host in "abc"}
+NAMES = {host: [0, 1] for host in ("a", "b", "me@a", "me@ab", "fe80::1")}
+"""Names may have users and colons."""
 
 
 def test_comments_and_blank_lines(tmp_path: Path) -> None:
@@ -36,23 +38,13 @@ def test_comments_and_blank_lines(tmp_path: Path) -> None:
         ({"exclude": "a:0,1@b:2,3@c:0,3"}, {"a": [2, 3], "b": [0, 1], "c": [1, 2]}),
         ({"num_nodes": 2}, {"a": [0, 1, 2, 3], "b": [0, 1, 2, 3]}),
         ({"num_nodes": 1, "num_gpus": 2}, {"a": [0, 1]}),
+        ({"hosts": NAMES, "include": "me@a:1@b:0"}, {"me@a": [1], "b": [0]}),
+        ({"hosts": NAMES, "include": "b@me@ab"}, {"b": [0, 1], "me@ab": [0, 1]}),
+        ({"hosts": NAMES, "include": "me@a@fe80::1"}, {"me@a": [0, 1], "fe80::1": [0, 1]}),
     ],
 )
 def test_selections(how: dict[str, Any], expected: dict[str, list[int]]) -> None:
-    assert hostfile.selected(HOSTS, **how) == expected
-
-
-@pytest.mark.parametrize(
-    ("include", "expected"),
-    [
-        ("me@a:1@b:0", {"me@a": [1], "b": [0]}),
-        ("b@me@ab", {"b": [0, 1], "me@ab": [0, 1]}),
-        ("me@a@fe80::1", {"me@a": [0, 1], "fe80::1": [0, 1]}),
-    ],
-)
-def test_names_of_hosts_may_have_users_and_colons(include: str, expected: dict[str, list[int]]) -> None:
-    hosts = {host: [0, 1] for host in ("a", "b", "me@a", "me@ab", "fe80::1")}
-    assert hostfile.selected(hosts, include=include) == expected
+    assert hostfile.selected(**{"hosts": HOSTS, **how}) == expected
 
 
 @pytest.mark.parametrize(
@@ -70,20 +62,13 @@ def test_selections_that_cannot_be(how: dict[str, Any], expected: str) -> None:
     assert caught.value.problems[0].startswith(expected)
 
 
-def not_here(words: Sequence[str]) -> int:
-    raise AssertionError(f"{words} was run on this machine")
-
-
 @pytest.mark.parametrize(
     "words, expected",
     [
         (["--num_gpus", "2", "train.py"], ["--nproc-per-node", "2", "--pass-local-rank", "train.py"]),
         (["--num_gpus=-1", "--module", "m"], ["--nproc-per-node", "1", "--pass-local-rank", "--module", "m"]),
         (["--no_local_rank", "--master_port", "4", "t"], ["--master-port", "4", "--nproc-per-node", "1", "t"]),
-        (
-            ["--no_local_rank", "--master_addr", "::1", "t"],
-            ["--master-addr", "::1", "--nproc-per-node", "1", "t"],
-        ),
+        (["--no_local_rank", "--master_addr", "::1", "t"], ["--master-addr", "::1", "--nproc-per-node", "1", "t"]),
         (["--num_nodes", "1", "t", "--num_gpus"], ["--nproc-per-node", "1", "--pass-local-rank", "t", "--num_gpus"]),
     ],
 )
@@ -91,17 +76,16 @@ def test_flags_of_deepspeeds_launcher_without_a_hostfile_start_workers_here(
     words: list[str], expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    seen: list[Sequence[str]] = []
-    assert hostfile.is_asked_for(words)
-    hostfile.main(words, lambda found: seen.append(found) or 0)
-    assert seen == [expected] and os.environ["CUDA_VISIBLE_DEVICES"] == ""
-    assert hostfile.main(["--dry-run", *words], not_here) == 0
+    run_here = mock.Mock(return_value=0)
+    assert hostfile.is_asked_for(words) and hostfile.main(words, run_here) == 0
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert hostfile.main(["--dry-run", *words], run_here) == 0
+    run_here.assert_called_once_with(expected)
     assert capsys.readouterr().out == f"CUDA_VISIBLE_DEVICES= {shlex.join(['gptpar', 'launch', *expected])}\n"
 
 
 @pytest.mark.parametrize(
-    "slots, before, expected",
-    [([0, 1], None, "0,1"), ([1], "4,5", "5"), ([0, 1], "", ""), ([0, 1], "-1", "-1")],
+    "slots, before, expected", [([0, 1], None, "0,1"), ([1], "4,5", "5"), ([0, 1], "", ""), ([0, 1], "-1", "-1")]
 )
 def test_gpus_that_were_hidden_stay_hidden(slots: list[int], before: str | None, expected: str) -> None:
     assert hostfile._visible(slots, before) == expected
@@ -122,7 +106,8 @@ def test_the_command_of_each_host_is_printed(
     words += ["train.py", "--name", "two words"]
     assert hostfile.is_asked_for(words) and not hostfile.is_asked_for(["--nnodes", "2", "train.py"])
     assert not hostfile.is_asked_for(["--master_port", "4", "--module", "train"])
-    assert hostfile.main(words, not_here) == 0
+    run_here = mock.Mock()
+    assert hostfile.main(words, run_here) == 0 and not run_here.called
     lines = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [line[:6] for line in lines] == [["ssh", "-o", "BatchMode=yes", "-p", "23", host] for host in "ab"]
     for rank, (gpus, line) in enumerate(zip(("0,1", "2,3"), lines, strict=True)):

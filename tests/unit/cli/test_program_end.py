@@ -11,20 +11,14 @@ from gptpar.cli.launch.program import Program
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def run_command(folder: Path, program: Program) -> subprocess.CompletedProcess[str]:
-    """The end of a launcher's worker, in this folder."""
-    command, environment = (
-        program.command({"LOCAL_RANK": "3"}),
-        os.environ | {"PYTHONPATH": str(ROOT), "LOCAL_RANK": "3"},
-    )
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
 def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
-    """The same of a script of this text."""
+    """The end of a launcher's worker that runs a script of this text, in this folder."""
     script = folder / "train.py"
     script.write_text(text)
-    return run_command(folder, Program("script", str(script), ("--rate=0.1", "rank ${local_rank}")))
+    program = Program("script", str(script), ("--rate=0.1", "rank ${local_rank}"))
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LOCAL_RANK": "3"}
+    command = program.command({"LOCAL_RANK": "3"})
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.slow
@@ -36,7 +30,8 @@ def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
         "text.write('not closed'); raw.write(b'bytes')\n"
         "atexit.register(lambda: print('handler', flush=False))\n"
         "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
-        "print(__name__, __file__ == sys.argv[0], sys.argv[1:], flush=False)\n",
+        "print(__name__, __file__ == sys.argv[0], sys.argv[1:], flush=False)\n"
+        "sys.exit()",
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "__main__ True ['--rate=0.1', 'rank 3']\nthread\nhandler\n"
@@ -44,12 +39,7 @@ def test_what_a_program_relies_on_happens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "status", "told"),
-    [
-        pytest.param("", 0, "", marks=pytest.mark.slow),
-        pytest.param("7", 7, "", marks=pytest.mark.slow),
-        ("'no data'", 1, "no data\n"),
-    ],
+    ("end", "status", "told"), [pytest.param("7", 7, "", marks=pytest.mark.slow), ("'no data'", 1, "no data\n")]
 )
 def test_its_status_is_the_processs(tmp_path: Path, end: str, status: int, told: str) -> None:
     done = run(tmp_path, f"import sys; sys.exit({end})")

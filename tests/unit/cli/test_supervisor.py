@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,17 +19,9 @@ START = (
 )
 
 
-class NoStore:
-    def __init__(self, address: str, port: int):
-        pass
-
-    def environment(self) -> dict[str, str]:
-        return {}
-
-
 @pytest.fixture(autouse=True)
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "LocalStore", NoStore)
+def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "LocalStore", mock.Mock(**{"return_value.environment.return_value": {}}))
     monkeypatch.setattr(supervisor, "END_SECONDS", 1.0)
 
 
@@ -88,28 +81,20 @@ def test_fewer_go_on_where_no_more_can(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "count", "restarts", "address", "hang"),
+    ("words", "wanted"),
     [
-        ("--standalone --nproc-per-node 3 -m gptpar pretrain --lr 1", "module", 3, 0, "127.0.0.1", 0.0),
-        ("--nproc-per-node 2 --max-restarts 4 --hang-seconds 9 x.py a", "script", 2, 4, "127.0.0.1", 9.0),
+        ("--standalone --nproc-per-node 3 -m gptpar pretrain --lr 1", ("module", 3, 0, 0.0, "127.0.0.1", 0)),
+        ("--nproc-per-node 2 --max-restarts 4 --hang-seconds 9 x.py a", ("script", 2, 4, 9.0, "127.0.0.1", 0)),
         (
             "--master-addr 10.0.0.1 --master-port 7 --no-python --max-restarts 1 run.sh",
-            "executable",
-            1,
-            1,
-            "10.0.0.1",
-            600.0,
+            ("executable", 1, 1, 600.0, "10.0.0.1", 7),
         ),
     ],
 )
-def test_torchruns_flags_describe_a_job(
-    words: str, kind: str, count: int, restarts: int, address: str, hang: float
-) -> None:
-    found = job_of(read_flags(words.split()))
-    assert found is not None
-    assert (found.program.kind, found.count, found.max_restarts) == (kind, count, restarts)
-    assert (found.address, found.hang_seconds) == (address, hang)
-    assert found.port == (7 if kind == "executable" else 0)
+def test_torchruns_flags_describe_a_job(words: str, wanted: tuple[str | int | float, ...]) -> None:
+    job = job_of(read_flags(words.split()))
+    assert job is not None
+    assert (job.program.kind, job.count, job.max_restarts, job.hang_seconds, job.address, job.port) == wanted
 
 
 def test_the_store_is_on_this_machine_alone_and_a_taken_port_is_named() -> None:

@@ -1,15 +1,14 @@
 """``gptpar benchmark --sweep``: what is run, what is not and why; a run's saved configuration at other verbs."""
 
-import importlib.util
+import runpy
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 import pytest
 
 from gptpar.cli import main
-from gptpar.cli.benchmark.combinations import Combination, combinations, contradictions
+from gptpar.cli.benchmark.combinations import combinations, contradictions
 from gptpar.cli.benchmark.measure import parse
 from gptpar.cli.benchmark.predict import most_promising, predict
 from gptpar.cli.benchmark.runner import Completed
@@ -24,37 +23,9 @@ ROOT = Path(__file__).parents[3]
 TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --vocab-size 512 --sweep "
 
 
-def found(flags: str, count: int = 4) -> tuple[list[Combination], list[Combination]]:
-    """(accepted, refused)"""
-    every = combinations(parse((TINY + flags).split(), sweep_flags), count)
-    return [one for one in every if not one.refusal], [one for one in every if one.refusal]
-
-
 def result(tokens_per_s: float, gib: float | None = None) -> dict[str, object]:
     ms = 1024 / tokens_per_s * 1e3
     return {"tokens_per_s": tokens_per_s, "ms_per_step": ms, "mfu": gib and 0.4567, "peak_mem_gib": gib}
-
-
-class FakeRunner:
-    """Answers from a list, and remembers the commands."""
-
-    def __init__(self, answers: Sequence[Completed | type[BaseException]]):
-        self.answers, self.commands = list(answers), list[list[str]]()
-        self.timeouts: list[float] = []
-
-    def __call__(self, command: Sequence[str], timeout: float) -> Completed:
-        self.commands.append(list(command))
-        self.timeouts.append(timeout)
-        answer = self.answers[len(self.commands) - 1]
-        if isinstance(answer, type):
-            raise answer
-        return answer
-
-
-def run(flags: str, answers: Sequence[Completed | type[BaseException]], count: int = 2) -> tuple[int, FakeRunner]:
-    argv = (TINY + f"--nproc-per-node {count} " + flags).split()
-    runner = FakeRunner(answers)
-    return sweep(parse(argv, sweep_flags), shared_words(argv), runner), runner
 
 
 # --- combinations ---------------------------------------------------------------------------------------------------
@@ -62,8 +33,8 @@ def run(flags: str, answers: Sequence[Completed | type[BaseException]], count: i
 
 def test_every_layout_and_one_batch_for_all() -> None:
     """4 processes have 6 layouts; micro-batches 2 and 3 on up to 4 data-parallel ones share 24 samples."""
-    accepted, refused = found("--sweep-micro-batches 2 3")
-    assert len(accepted) == 12 and not refused
+    accepted = combinations(parse(f"{TINY} --sweep-micro-batches 2 3".split(), sweep_flags), 4)
+    assert len(accepted) == 12 and not any(one.refusal for one in accepted)
     assert {one.mesh.describe() for one in accepted} == {
         f"dp{d} x tp{t} x pp{p}" for d, t, p in [(4, 1, 1), (2, 2, 1), (2, 1, 2), (1, 4, 1), (1, 1, 4), (1, 2, 2)]
     }
@@ -79,10 +50,13 @@ def test_every_layout_and_one_batch_for_all() -> None:
 
 def test_the_table_is_sorted_and_holds_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     answers = [Completed(result(2048.0, 12.5)), Completed(None, "out of GPU memory"), Completed(result(4096.0, 1.25))]
-    status, runner = run("--sweep-micro-batches 1 --sweep-timeout 7", answers)
-    assert status == 0 and runner.timeouts == [7, 7, 7]
-    assert runner.commands[0][:4] == [sys.executable, "-m", "gptpar", "benchmark"]
-    assert "--sweep-timeout" not in runner.commands[0] and "--nproc-per-node" in runner.commands[0]
+    argv = f"{TINY} --nproc-per-node 2 --sweep-micro-batches 1 --sweep-timeout 7".split()
+    runner = mock.Mock(side_effect=answers)
+    assert sweep(parse(argv, sweep_flags), shared_words(argv), runner) == 0
+    assert [timeout for (_, timeout), _ in runner.call_args_list] == [7, 7, 7]
+    command = runner.call_args_list[0].args[0]
+    assert command[:4] == [sys.executable, "-m", "gptpar", "benchmark"]
+    assert "--sweep-timeout" not in command and "--nproc-per-node" in command
     lines = capsys.readouterr().out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("the same in all"))
     assert lines[start] == "the same in all: recompute none, ZeRO-0, 1 virtual, CPU ratio 0"
@@ -116,29 +90,13 @@ def test_plan_chooses_the_most_promising() -> None:
 # --- benchmarks/regenerate.py ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def regenerate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("regenerate", ROOT / "benchmarks" / "regenerate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["regenerate"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def peers(tmp_path: Path) -> Path:
-    for name in ("fsdp2", "nanogpt"):
-        (tmp_path / f"baseline_{name}.py").touch()
-    return tmp_path
-
-
 @pytest.mark.parametrize(("gpus", "count", "with_peers"), [(4, 9, 10), (1, 11, 16)])
 def test_all_commands_are_valid(
-    regenerate: ModuleType, peers: Path, gpus: int, count: int, with_peers: int, capsys: pytest.CaptureFixture[str]
+    gpus: int, count: int, with_peers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Every command of ours passes validation; each peer that is at hand comes once, after its first case."""
-    assert regenerate.main(["--dry-run", "--gpus", str(gpus)]) == 0
+    regenerate = runpy.run_path(str(ROOT / "benchmarks/regenerate.py"), run_name="regenerate")["main"]
+    assert regenerate(["--dry-run", "--gpus", str(gpus)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
     assert len(lines) == count
     for line in lines:
@@ -146,7 +104,9 @@ def test_all_commands_are_valid(
         parsed = parse(words, sweep_flags)
         resolve(parsed, parsed.flags.parallel.nproc_per_node)
         assert parsed.flags.parallel.nproc_per_node == max(1, gpus)
-    regenerate.main(["--dry-run", "--gpus", str(gpus), "--peers", str(peers)])
+    for name in ("fsdp2", "nanogpt"):
+        (tmp_path / f"baseline_{name}.py").touch()
+    regenerate(["--dry-run", "--gpus", str(gpus), "--peers", str(tmp_path)])
     lines = [line for line in capsys.readouterr().out.splitlines() if "cpu_adam" not in line]
     commands = [line for line in lines if not line.startswith("without")]
     assert len(commands) == with_peers and "baseline_" in commands[1]

@@ -51,7 +51,6 @@ def test_train_batch_adds_their_gradients_and_not_their_values() -> None:
 
 
 def test_a_stage_may_free_an_output_that_carries_losses() -> None:
-    output = Stage([LayerSpec(Returns, size_of, auxiliary_losses=NAMES, name="a")], build=LayerSpec.build)(
-        torch.ones(2, 3), {}
-    )
+    spec = LayerSpec(Returns, size_of, auxiliary_losses=NAMES, name="a")
+    output = Stage([spec], build=LayerSpec.build)(torch.ones(2, 3), {})
     assert output._base is None and output.requires_grad

@@ -11,7 +11,6 @@ from gptpar.model.block import Block
 from gptpar.pipeline.host_activations import HostActivations, HostBlock, HostTensor, offloaded_blocks
 from gptpar.pipeline.recompute import Keep, recomputed
 from tests.helpers import tiny_config
-from tests.unit.pipeline.recomputed import gradients, layer
 
 
 class Watched(HostActivations):
@@ -129,8 +128,6 @@ def test_inputs_of_recomputed_layers_are_on_the_host_between_the_passes() -> Non
     (found,) = torch.autograd.grad(y.sum(), x)
     two = torch.tensor(2.0)
     assert torch.allclose(found, 2 * two.exp() * two.exp().cos(), rtol=1e-6, atol=0) and host.returned == [2.0]
-    wanted, got = gradients(layer(), None), gradients(layer(), Keep(host=Watched()))
-    assert [torch.equal(a, b) for a, b in zip(wanted, got, strict=True)] == [True] * 6
 
 
 BLOCKS = [

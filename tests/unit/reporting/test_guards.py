@@ -108,11 +108,7 @@ def test_a_full_disk_at_the_start_ends_no_run(tmp_path: Path) -> None:
     scalars = read_tensorboard(tmp_path / "events")
     assert [scalars[name][0][0] for name in ("lm loss", "lm loss vs samples")] == [3, 24]
     names = ("TensorBoard", "metrics.jsonl")
-    assert said == [
-        *(
-            f"{name} cannot be written at the start (File too large); the run goes on without it, and tries again at "
-            "each checkpoint"
-            for name in names
-        ),
+    assert [text.split(" (")[0] for text in said] == [
+        *(f"{name} cannot be written at the start" for name in names),
         *(f"{name} is written again; nothing is missing since then" for name in names),
     ]

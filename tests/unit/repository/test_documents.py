@@ -1,16 +1,18 @@
-"""What documents say of this checkout is so: commands, paths, links, tables, import order."""
+"""What documents say of this checkout is so: commands, paths, links, tables."""
 
 import argparse
 import ast
-import importlib.util
+import functools
 import pydoc
 import re
+import runpy
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,8 @@ import gptpar.cli
 from gptpar.cli.pretrain import start_checks
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from tests.documents import PAGES, ROOT, block, blocks, commands
-from tests.unit.repository.rows import ROWS
+from tests.documents import PAGES, ROOT, blocks, commands
 
-MAX_LINES = {"README.md": 250, "docs/architecture.md": 250}
 OTHER_PROGRAMS = {"cd", "git", "mkdocs", "sbatch", "tensorboard", "torchrun"}
 page_by_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
@@ -99,14 +99,21 @@ def problems_of(words: Sequence[str], saved: set[str]) -> list[str]:
     return ["nobody knows this program"]
 
 
+@functools.cache
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """(heading, words) of every command in every bash block."""
+    with tempfile.TemporaryDirectory() as folder:
+        scripts = [one for one in blocks(page) if one.language == "bash"]
+        return [(one.heading, words) for one in scripts for words in commands(one.text, Path(folder))]
+
+
 @page_by_page
-def test_every_command_is_understood(page: Path, tmp_path: Path, only_parse: None) -> None:
-    """Every command in every bash block: bash reads it, and its parser takes the words."""
+def test_every_command_is_understood(page: Path, only_parse: None) -> None:
+    """Bash reads it, and its parser takes the words."""
     saved = set(re.findall(r"[Ss]ave as\s+`(\w+\.py)`", page.read_text()))
     wrong = []
-    for one in blocks(page):
-        for words in commands(one.text, tmp_path) if one.language == "bash" else []:
-            wrong += [f"{one.heading}: {' '.join(words)}: {problem}" for problem in problems_of(words, saved)]
+    for heading, words in commands_of(page):
+        wrong += [f"{heading}: {' '.join(words)}: {problem}" for problem in problems_of(words, saved)]
     assert not wrong, "\n".join(wrong)
 
 
@@ -118,21 +125,36 @@ def test_mistakes_in_commands_are_found(tmp_path: Path, only_parse: None) -> Non
 
 
 @page_by_page
-def test_complete_pretraining_commands_have_no_problems(page: Path, tmp_path: Path) -> None:
+def test_complete_pretraining_commands_have_no_problems(page: Path) -> None:
     """Those that need no file: on synthetic data."""
-    for one in blocks(page):
-        found = commands(one.text, tmp_path) if one.language == "bash" else []
-        for words in found:
-            if "pretrain" in words and "--mock-data" in words and "--deepspeed" not in words:
-                parsed = parse_flags(words[words.index("pretrain") + 1 :])
-                resolve(parsed, parsed.flags.parallel.nproc_per_node or 1, more=start_checks)
+    for _, words in commands_of(page):
+        if "pretrain" in words and "--mock-data" in words and "--deepspeed" not in words:
+            parsed = parse_flags(words[words.index("pretrain") + 1 :])
+            resolve(parsed, parsed.flags.parallel.nproc_per_node or 1, more=start_checks)
 
 
 @page_by_page
-def test_python_blocks_can_be_read(page: Path) -> None:
+def test_python_blocks_can_be_read_and_links_lead_somewhere(page: Path) -> None:
     for one in blocks(page):
         if one.language == "python":
             ast.parse(one.text)
+    for target in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+        if target.startswith(("https://", "http://")):
+            continue
+        file, _, anchor = target.partition("#")
+        path = page.parent / file if file else page
+        assert path.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def without_code(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """What links may name behind ``#``: headings as sites spell them."""
+    headings = (heading.strip("# ").lower() for heading in re.findall(r"^#+ .*$", without_code(page), re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks/README.md"], ids=lambda page: str(page.relative_to(ROOT)))
@@ -141,24 +163,6 @@ def test_named_paths_exist(page: Path) -> None:
     named = set(re.findall(r"\b(?:gptpar|csrc|tests|tools|examples|benchmarks)/[\w./-]*\w", text))
     missing = [path for path in sorted(named) if not (ROOT / path).exists() and "PACKAGE" not in path]
     assert not missing, f"{page.name} names {missing}"
-
-
-def anchors(page: Path) -> set[str]:
-    """What links may name behind ``#``: headings as sites spell them."""
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = (heading.strip("# ").lower() for heading in re.findall(r"^#+ .*$", text, re.MULTILINE))
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
-
-
-@page_by_page
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.M)):
-        if target.startswith(("https://", "http://")):
-            continue
-        file, _, anchor = target.partition("#")
-        path = page.parent / file if file else page
-        assert path.exists(), f"{page.name} links to {target}"
-        assert not anchor or anchor in anchors(path), f"{page.name} links to {target}"
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -187,32 +191,16 @@ def test_site_builds(tmp_path: Path) -> None:
         assert not re.search(r"<pre class=\"?mermaid", page)  # the theme loads what draws it from another server
 
 
-@pytest.mark.parametrize("page, most", MAX_LINES.items())
-def test_pages_that_everybody_reads_are_short(page: str, most: int) -> None:
-    assert len((ROOT / page).read_text().splitlines()) <= most
+def test_pages_that_everybody_reads_are_short() -> None:
+    for page in ("README.md", "docs/architecture.md"):
+        assert len((ROOT / page).read_text().splitlines()) <= 250, page
 
 
-def test_import_order_is_the_one_that_is_enforced() -> None:
-    told = [line.split() for line in block("architecture.md", "Which package may import which", "imports").splitlines()]
-    assert told == ROWS[:-1]
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("measured_tables", ROOT / "tools/measured_tables.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_measured_tables_are_current(tool: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_measured_tables_are_current_and_replace_what_was_there(capsys: pytest.CaptureFixture[str]) -> None:
     """README.md, docs/*.md and the picture are what ``python tools/measured_tables.py`` writes."""
+    tool = SimpleNamespace(**runpy.run_path(str(ROOT / "tools/measured_tables.py")))
     status = tool.main(["--check"])
     assert status == 0, f"run python tools/measured_tables.py: {capsys.readouterr().out}"
-
-
-def test_measured_tables_replace_what_was_there(tool: ModuleType) -> None:
     stale = "before\n<!-- measured: summary -->\n| 1 |\n<!-- /measured -->\nafter"
     fresh = tool.filled(stale)
     assert fresh == f"before\n<!-- measured: summary -->\n\n{tool.summary()}\n\n<!-- /measured -->\nafter"

@@ -37,6 +37,7 @@ def test_a_failure_of_another_worker_alone_is_told(
         ["merge", "--input", "a", "", "--output-prefix", "x"],
         ["inspect", ""],
         ["summary", "run", "--data-path", ""],
+        ["plot", ""],
         ["plot", "run", "--output", " "],
     ],
 )

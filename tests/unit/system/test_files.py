@@ -27,17 +27,13 @@ class Vocabulary(TokenizerBase):
     file_names = {"vocab": "vocab.json"}
 
 
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
 def an_endless_link(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
 def a_hole(path: Path) -> None:
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)
+    path.touch()
+    os.truncate(path, 1 << 40)
 
 
 def corpus_around(path: Path, end: str) -> str:
@@ -65,7 +61,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("make", [a_pipe, an_endless_link])
+@pytest.mark.parametrize("make", [os.mkfifo, an_endless_link])
 def test_neither_a_pipe_nor_a_device_is_waited_for(make: Callable[[Path], None], reader: str, tmp_path: Path) -> None:
     make(tmp_path / "f")
     with pytest.raises((GptparError, OSError, ValueError), match="is no regular file") as raised:
@@ -73,7 +69,7 @@ def test_neither_a_pipe_nor_a_device_is_waited_for(make: Callable[[Path], None],
     assert isinstance(raised.value, ValueError) or str(tmp_path) in str(raised.value)  # its callers name the file
 
 
-@pytest.mark.parametrize("make", [a_pipe, an_endless_link, a_hole])
+@pytest.mark.parametrize("make", [os.mkfifo, an_endless_link, a_hole])
 def test_a_file_that_names_the_newest_tag_is_small(make: Callable[[Path], None], tmp_path: Path) -> None:
     make(tmp_path / "latest")
     assert _latest_tag(tmp_path) is None

@@ -22,44 +22,83 @@ from tests.helpers import make_trainer, tiny_config
 GIB = 1 << 30
 
 
-def machine(root: Path, cgroup: str) -> None:
-    """A machine with 8 GiB free, whose kernel says that this process is in these control groups."""
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal:       9999999 kB\nMemAvailable:   8388608 kB\n")
-    (root / "proc/self/cgroup").write_text(cgroup)
+def files_of(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """A machine with 8 GiB free and these files, whose kernel says that this process is in these control groups."""
+    memory = "MemTotal:       9999999 kB\nMemAvailable:   8388608 kB\n"
+    for name, text in {"proc/self/cgroup": cgroup, "proc/meminfo": memory, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
 
 
-def group(folder: Path, limit: object, used: int, inactive: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "memory.max").write_text(f"{limit}\n")
-    (folder / "memory.current").write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+def group(limit: object, used: int, inactive: int, folder: str = "sys/fs/cgroup") -> dict[str, str]:
+    """The files of a control group's memory."""
+    texts = {"max": f"{limit}\n", "current": f"{used}\n", "stat": f"anon 5\ninactive_file {inactive}\n"}
+    return {f"{folder}/memory.{name}": text for name, text in texts.items()}
 
 
 def test_a_containers_limit_counts(tmp_path: Path) -> None:
     assert host.available_memory() > 1 << 28  # of this machine
     assert host.available_memory(tmp_path / "nothing") == 0
-    machine(tmp_path, "0::/\n")
-    group(tmp_path / "sys/fs/cgroup", 3000000, 2500000, 400000)
-    assert host.available_memory(tmp_path) == 3000000 - 2500000 + 400000
-    (tmp_path / "sys/fs/cgroup/memory.stat").unlink()
-    assert host.available_memory(tmp_path) == 3000000 - 2500000
-    group(tmp_path / "sys/fs/cgroup", "max", 2500000, 400000)
-    assert host.available_memory(tmp_path) == 8 * GIB
+    root = files_of(tmp_path, "0::/\n", group(3000000, 2500000, 400000))
+    assert host.available_memory(root) == 3000000 - 2500000 + 400000
+    (root / "sys/fs/cgroup/memory.stat").unlink()
+    assert host.available_memory(root) == 3000000 - 2500000
+    files_of(root, "0::/\n", group("max", 2500000, 400000))
+    assert host.available_memory(root) == 8 * GIB
 
 
 def test_the_smallest_of_nested_limits_counts(tmp_path: Path) -> None:
     """Slurm limits the job, not the step in which the process is; without a namespace the path is the whole one."""
-    machine(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n")
-    job = tmp_path / "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7"
-    group(job / "step_0/user/task_0", "max", GIB, 0)
-    group(job / "step_0", 6 * GIB, GIB, 0)
-    group(job, 4 * GIB, 2 * GIB, GIB)
-    assert host.available_memory(tmp_path) == 3 * GIB
-    (job / "step_0/memory.high").write_text(f"{2 * GIB}\n")
-    assert host.available_memory(tmp_path) == GIB
-    (job / "step_0/memory.current").write_text(f"{5 * GIB}\n")
-    assert host.available_memory(tmp_path) == 0
+    job = "sys/fs/cgroup/system.slice/slurmstepd.scope/job_7"
+    groups = group("max", GIB, 0, f"{job}/step_0/user/task_0") | group(6 * GIB, GIB, 0, f"{job}/step_0")
+    groups |= group(4 * GIB, 2 * GIB, GIB, job)
+    root = files_of(tmp_path, "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0\n", groups)
+    assert host.available_memory(root) == 3 * GIB
+    (root / job / "step_0/memory.high").write_text(f"{2 * GIB}\n")
+    assert host.available_memory(root) == GIB
+    (root / job / "step_0/memory.current").write_text(f"{5 * GIB}\n")
+    assert host.available_memory(root) == 0
+
+
+def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
+    groups = {
+        "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
+        "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
+        "sys/fs/cgroup/a/memory.max": "5000\n",
+        "sys/fs/cgroup/a/b/memory.max": "max\n",
+        "sys/fs/cgroup/a/b/memory.high": "4000\n",
+    }
+    root = files_of(tmp_path, "0::/a/b\n", groups)
+    assert (core_quota(root), memory_limit(root), total_memory(root)) == (1.5, 4000, 9999999 << 10)
+
+
+def test_version_1(tmp_path: Path) -> None:
+    groups = {
+        "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
+        "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
+    }
+    root = files_of(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n", groups)
+    assert (core_quota(root), memory_limit(root)) == (2.0, 7000)
+
+
+def test_no_limit(tmp_path: Path) -> None:
+    groups = {"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": str(2**63)}
+    root, no = files_of(tmp_path, "0::/\n", groups), tmp_path / "no"
+    assert (core_quota(root), memory_limit(root)) == (None, None)
+    assert (core_quota(no), memory_limit(no), total_memory(no)) == (None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("mine", "quota", "count", "copiers"), [(40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (8, 0.5, 1, 2)]
+)
+def test_cores_are_those_that_the_process_may_use(
+    mine: int, quota: float | None, count: int, copiers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "cores", lambda: list(range(mine)))
+    monkeypatch.setattr(limits, "core_quota", lambda: quota)
+    assert (limits.usable_cores(), num_copiers()) == (count, copiers)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +131,11 @@ def test_the_number_of_processes_on_the_machine(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_smallest_ratio_that_fits() -> None:
+    """In fp32 the parameters are the master weights where nothing is on the host, which needs less."""
     assert smallest_ratio(16 * 1000, [(1000, 16)]) == 0.0
     assert smallest_ratio(14 * 400, [(1000, 14)]) == 0.6
     assert smallest_ratio(14 * 400 - 1, [(1000, 14)]) == 0.601
     assert smallest_ratio(-5, [(1000, 16)]) == 1.0
-
-
-def test_the_smallest_ratio_where_nothing_on_the_host_needs_less() -> None:
-    """In fp32 the parameters are the master weights then; from 0.001 on they lie beside them."""
     assert smallest_ratio(16 * 750, [(1000, 16)], saved=4 * 1000) == 0.0
     assert smallest_ratio(16 * 750 - 1, [(1000, 16)], saved=4 * 1000) == 0.251
     for flags, saved in (("", True), ("--bf16", False), ("--cpu-parameters", False)):
@@ -147,58 +183,3 @@ def test_a_trial_runs_the_passes_without_any_optimizer_state() -> None:
     optimizer = trainer.engine.optimizer
     assert optimizer.master.numel() == optimizer.grad.numel() == 0 and trainer.engine.table.ratio == 1
     trainer.close()
-
-
-# --- Limits of control groups, in both versions ---------------------------------------------------------------------
-
-
-def files_of(root: Path, group: str, files: dict[str, str]) -> Path:
-    """A file system with these files, and a process in a control group."""
-    for name, text in {"proc/self/cgroup": group, "proc/meminfo": "MemTotal: 1000 kB\n", **files}.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
-
-def test_the_narrowest_group_of_version_2_counts(tmp_path: Path) -> None:
-    groups = {
-        "sys/fs/cgroup/a/cpu.max": "400000 100000\n",
-        "sys/fs/cgroup/a/b/cpu.max": "150000 100000\n",
-        "sys/fs/cgroup/a/memory.max": "5000\n",
-        "sys/fs/cgroup/a/b/memory.max": "max\n",
-        "sys/fs/cgroup/a/b/memory.high": "4000\n",
-    }
-    root = files_of(tmp_path, "0::/a/b\n", groups)
-    assert (core_quota(root), memory_limit(root), total_memory(root)) == (1.5, 4000, 1_024_000)
-
-
-def test_no_limit(tmp_path: Path) -> None:
-    groups = {"sys/fs/cgroup/cpu.max": "max 100000", "sys/fs/cgroup/memory.max": str(2**63)}
-    root = files_of(tmp_path, "0::/\n", groups)
-    assert (core_quota(root), memory_limit(root)) == (None, None)
-    assert (core_quota(tmp_path / "no"), memory_limit(tmp_path / "no"), total_memory(tmp_path / "no")) == (
-        None,
-        None,
-        0,
-    )
-
-
-@pytest.mark.parametrize(
-    ("mine", "quota", "count", "copiers"), [(40, None, 40, 8), (40, 10.0, 10, 5), (4, 2.5, 2, 2), (8, 0.5, 1, 2)]
-)
-def test_cores_are_those_that_the_process_may_use(
-    mine: int, quota: float | None, count: int, copiers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "cores", lambda: list(range(mine)))
-    monkeypatch.setattr(limits, "core_quota", lambda: quota)
-    assert (limits.usable_cores(), num_copiers()) == (count, copiers)
-
-
-def test_version_1(tmp_path: Path) -> None:
-    groups = {
-        "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "200000",
-        "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
-        "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
-    }
-    root = files_of(tmp_path, "5:cpu,cpuacct:/a\n4:memory:/a\n", groups)
-    assert (core_quota(root), memory_limit(root)) == (2.0, 7000)

@@ -124,6 +124,10 @@ def test_eight_processes_compile_once(csrc, tmp_path):
     assert log.read_text() == "run\n"
 
 
+def run(command: list[object], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
 @needs_compiler
 @pytest.mark.parametrize("compiler", ["", "/nonexistent/c++"], ids=["compiler", "no compiler"])
 @pytest.mark.slow
@@ -141,9 +145,7 @@ def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
     shutil.copytree(csrc, copy / "csrc")
     environment = {**os.environ, **({"CXX": compiler} if compiler else {})}
     build = "from setuptools.build_meta import build_wheel; import sys; build_wheel(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", build, tmp_path], cwd=copy, env=environment, capture_output=True, text=True
-    )
+    done = run([sys.executable, "-c", build, tmp_path], copy, environment)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.startswith("gptpar-") and "-py3-none-" in wheel.name and "-any" not in wheel.name
@@ -154,9 +156,6 @@ def test_a_wheel_carries_the_helpers(tmp_path, csrc, monkeypatch, compiler):
     if compiler:
         assert "is left to be built on first use: no C++ compiler found" in done.stderr + done.stdout
     program = "from gptpar.system import native; print(native.load('tiny').add(6, 7))"
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    printed = run([sys.executable, "-c", program], tmp_path, {**os.environ, "PYTHONPATH": str(tmp_path / "site")})
     assert printed.stdout.strip() == "13", printed.stderr
     assert len(libraries(tmp_path)) == (1 if compiler else 0)

@@ -1,7 +1,7 @@
 """A snapshot gives the bytes of its moment, whatever is overwritten while it is read."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 
 from gptpar.errors import CheckpointError
 from gptpar.system import snapshot as snapshot_module
-from gptpar.system.regions import PIECE_BYTES, copy_bytes
+from gptpar.system.regions import PIECE_BYTES, copy_bytes, sizes_of_copies
 from gptpar.system.snapshot import Snapshot
 from gptpar.system.spare_memory import SpareMemory
 from gptpar.system.state_guard import StateGuard
@@ -37,6 +37,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().numpy().tobytes()
 
 
+def in_thread(function: Callable[..., object], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
 def kinds() -> list[torch.Tensor]:
     """Views of one vector, as a flat optimizer's parameters are, and others."""
     flat = torch.randn(3 * PIECE + 1000)
@@ -61,18 +67,15 @@ def test_what_is_added_later_is_read_as_it_was_then() -> None:
     first, later = torch.randn(PIECE + 3), torch.randn(2 * PIECE)
     before = bytes_of(first)
     snapshot = Snapshot([first], room=64 << 20, more=True)
-    copying = threading.Thread(target=snapshot.copy_ahead, daemon=True)
-    copying.start()
-    waiting = threading.Thread(target=snapshot.wait_until_held, daemon=True)
-    waiting.start()
+    copying = in_thread(snapshot.copy_ahead)
+    waiting = in_thread(snapshot.wait_until_held)
     overwrite(snapshot, first, later)  # of the second one nothing is kept yet
     waiting.join(0.2)
     assert waiting.is_alive() and copying.is_alive()
     snapshot.hold([later])
     waiting.join(60)
     assert not waiting.is_alive() and snapshot.needs(later) and not snapshot.needs(torch.zeros(3))
-    overwriting = threading.Thread(target=overwrite, args=(snapshot, later), daemon=True)
-    overwriting.start()
+    overwriting = in_thread(overwrite, snapshot, later)
     overwriting.join(0.2)
     assert overwriting.is_alive() and copying.is_alive()
     snapshot.add([later])
@@ -106,8 +109,7 @@ def test_a_save_that_ends_before_its_snapshot_is_complete_holds_up_nobody() -> N
     guard, snapshot = StateGuard(), Snapshot([], more=True)
     guard.wait_until_held()  # there is no save
     guard.snapshot = snapshot
-    waiting = threading.Thread(target=guard.wait_until_held, daemon=True)
-    waiting.start()
+    waiting = in_thread(guard.wait_until_held)
     snapshot.close()
     waiting.join(60)
     assert not waiting.is_alive()
@@ -118,8 +120,7 @@ def test_without_room_overwriting_waits_for_the_reader_and_nothing_is_copied() -
     tensor = torch.randn(3 * PIECE)
     before = bytes_of(tensor)
     snapshot = Snapshot([tensor])
-    writer = threading.Thread(target=overwrite, args=(snapshot, tensor), daemon=True)
-    writer.start()
+    writer = in_thread(overwrite, snapshot, tensor)
     writer.join(0.05)
     assert writer.is_alive() and bytes_of(tensor) == before
     assert read(snapshot, tensor) == before
@@ -132,11 +133,8 @@ def test_copies_made_ahead_never_take_more_than_the_room(num_copiers: int) -> No
     tensors = [torch.randn(PIECE) for _ in range(6)]
     before = [bytes_of(tensor) for tensor in tensors]
     snapshot = Snapshot(tensors, room=2 * PIECE_BYTES + 1)
-    copiers = [threading.Thread(target=snapshot.copy_ahead, daemon=True) for _ in range(num_copiers)]
-    for copier in copiers:
-        copier.start()
-    writer = threading.Thread(target=overwrite, args=(snapshot, *tensors), daemon=True)
-    writer.start()
+    copiers = [in_thread(snapshot.copy_ahead) for _ in range(num_copiers)]
+    writer = in_thread(overwrite, snapshot, *tensors)
     assert [read(snapshot, tensor) for tensor in tensors] == before
     for thread in (*copiers, writer):
         thread.join(10)
@@ -156,11 +154,9 @@ def test_many_readers_copiers_and_writers_at_once() -> None:
             for number in range(first, 40, 2):
                 found[number] = read(snapshot, tensors[number])
 
-        threads = [threading.Thread(target=read_some, args=(first,)) for first in range(2)]
-        threads += [threading.Thread(target=overwrite, args=(snapshot, *tensors[part::2])) for part in range(2)]
-        threads += [threading.Thread(target=snapshot.copy_ahead) for _ in range(2)]
-        for thread in threads:
-            thread.start()
+        threads = [in_thread(read_some, first) for first in range(2)]
+        threads += [in_thread(overwrite, snapshot, *tensors[part::2]) for part in range(2)]
+        threads += [in_thread(snapshot.copy_ahead) for _ in range(2)]
         for thread in threads:
             thread.join(20)
             assert not thread.is_alive()
@@ -190,6 +186,25 @@ def test_a_block_that_was_exchanged_is_read_where_it_is(num_read: int) -> None:
     assert not snapshot.needs(block) and snapshot.exchange(block) is None
     assert found + [read(snapshot, tensor) for tensor in tensors[num_read:]] == before
     assert snapshot._room == room and spare.take(block.numel()).data_ptr() == block.data_ptr()
+
+
+def test_prepared_memory_is_what_snapshots_take() -> None:
+    """Two snapshots of the same tensors, all overwritten: the prepared blocks serve both, bytes as they stood."""
+    tensors = [torch.randn(PIECE + 5), torch.arange(12.0).view(3, 4).t(), torch.ones(3)]
+    sizes = list(sizes_of_copies(tensors))
+    assert sum(sizes) == sum(tensor.nbytes for tensor in tensors)
+    spare = SpareMemory(limit=sum(sizes))
+    spare.prepare([*sizes, 1]).join()
+    assert spare.num_bytes == sum(sizes)
+    for value in (7.0, 8.0):
+        before = [bytes_of(tensor) for tensor in tensors]
+        snapshot = Snapshot(tensors, room=sum(sizes), spare=spare)
+        snapshot.before_write(tensors)
+        for tensor in tensors:
+            tensor.fill_(value)
+        assert snapshot.most_kept == spare.num_bytes == sum(sizes)
+        assert [read(snapshot, tensor) for tensor in tensors] == before
+        snapshot.close()
 
 
 def test_overwriting_that_waits_for_a_hung_disk_ends_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,12 +67,26 @@ def test_first_passes_that_overlap() -> None:
         engine.close()
 
 
-def test_forward_without_backward() -> None:
+def test_the_users_stance_is_restored_after_passes_errors_and_a_forward_pass_alone() -> None:
+    engine = make_engine()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 4))
+    assert stance() == "default"
+    loss = loss_of(engine)
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    assert stance() == "default"
+    with torch.compiler.set_stance("eager_on_recompile"):
+        loss = loss_of(engine)
+        assert stance() == "force_eager"
+        engine.backward(loss)
+        assert stance() == "eager_on_recompile"
+    engine.close()
     engine = make_engine()
     engine(torch.ones(2, 3))
     assert stance() == "force_eager"
     engine.close()
-    assert stance() == "default"
 
 
 def test_of_an_accumulation_the_first_micro_batch_is_observed() -> None:
@@ -97,24 +111,21 @@ def test_of_a_batch_the_first_micro_batch_is_observed() -> None:
     engine.close()
 
 
-def test_a_forward_pass_that_ran_uncompiled_is_recomputed_uncompiled() -> None:
-    engine, observed = make_engine(3), []
-    for loss in [loss_of(engine), loss_of(engine)]:
-        engine.backward(loss)
-        engine.step()
-        observed.append(is_observed(engine))
-    assert observed == [True, False]
-    engine.close()
-
-
-def test_two_forward_passes_of_a_loss_are_observed_to_the_end_of_the_step() -> None:
-    engine, observed = make_engine(2), []
+def test_two_forward_passes_before_their_backward_passes() -> None:
+    """What ran uncompiled is recomputed uncompiled; two passes of one loss are observed to the end of the step."""
+    apart, together = make_engine(3), make_engine(2)
+    observed = []
+    for loss in [loss_of(apart), loss_of(apart)]:
+        apart.backward(loss)
+        apart.step()
+        observed.append(is_observed(apart))
+    apart.close()
     for _ in range(2):
-        engine.backward(loss_of(engine) + loss_of(engine))
-        engine.step()
-        observed.append(is_observed(engine))
-    assert observed == [True, False]
-    engine.close()
+        together.backward(loss_of(together) + loss_of(together))
+        together.step()
+        observed.append(is_observed(together))
+    assert observed == [True, False, True, False]
+    together.close()
 
 
 def test_a_step_that_is_dropped_is_observed_no_more() -> None:
@@ -129,26 +140,3 @@ def test_a_step_that_is_dropped_is_observed_no_more() -> None:
         drop(engine)
         assert not is_observed(engine)
         engine.close()
-
-
-def test_errors() -> None:
-    engine = make_engine()
-    with pytest.raises(RuntimeError):
-        engine(torch.ones(2, 4))
-    assert stance() == "default"
-    loss = engine(torch.ones(2, 3)).sum()
-    loss.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(loss)
-    assert stance() == "default"
-    engine.close()
-
-
-def test_the_users_stance_is_restored() -> None:
-    engine = make_engine()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        loss = engine(torch.ones(2, 3)).sum()
-        assert stance() == "force_eager"
-        engine.backward(loss)
-        assert stance() == "eager_on_recompile"
-    engine.close()

@@ -3,13 +3,10 @@
 The CPU optimizer has worked ahead by then.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
-import gptpar
-from tests.unit.adapter.beside_torch import KINDS, loss_of, make_config, network
+from tests.unit.adapter.beside_torch import KINDS, assert_close, engine_of, loss_of, network
 
 STEPS = 4
 
@@ -18,11 +15,8 @@ STEPS = 4
 @pytest.mark.parametrize("kind", ["weights", "exp_avg"])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
 def test_a_step_goes_on_from_what_was_set(ratio: float, kind: str, local: bool) -> None:
-    _, of_torch, params = KINDS["AdamW"]
-    model, other = network(), network()
-    optimizer, plain = of_torch(model.parameters(), **params), of_torch(other.parameters(), **params)
-    config = make_config(ratio) | {"gradient_clipping": 0.0}
-    engine: Any = gptpar.initialize(model=model, config=config, optimizer=optimizer)[0]
+    engine, other = engine_of("AdamW", ratio, gradient_clipping=0.0), network()
+    plain = torch.optim.AdamW(other.parameters(), **KINDS["AdamW"][2])
     parameters = dict(other.named_parameters())
     for step in range(STEPS):
         loss_of(other, step).backward()
@@ -37,6 +31,5 @@ def test_a_step_goes_on_from_what_was_set(ratio: float, kind: str, local: bool) 
         engine.step()
         plain.step()
         plain.zero_grad()
-    for got, want in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(got, want, rtol=0, atol=1e-13)
     engine.close()
+    assert_close(engine.module.parameters(), other.parameters(), atol=1e-13)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gptpar
-from tests.unit.adapter.beside_torch import batch
+from tests.unit.adapter.beside_torch import assert_close, batch
 
 Edit = Callable[[nn.Module], None]
 
@@ -51,10 +51,8 @@ def test_gradients_of_the_user_count_as_in_torch(edit: Edit, accumulates: int, u
     """Micro-batches whose number is divisible by ``uses_rare``, but for the first, use the rare layer."""
     model, other = Network(), Network()
     config = {"train_batch_size": 4 * accumulates, "train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0.0}
-    optimizer = torch.optim.AdamW(other.parameters(), 1e-2)
-    engine: Any = gptpar.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters(), 1e-2))[
-        0
-    ]
+    clients, optimizer = (torch.optim.AdamW(one.parameters(), 1e-2) for one in (model, other))
+    engine: Any = gptpar.initialize(model=model, config=config, optimizer=clients)[0]
     for place in range(5 * accumulates):
         used = place > 0 and place % uses_rare == 0
         engine.backward(engine(batch(place), used).square().mean())
@@ -72,5 +70,4 @@ def test_gradients_of_the_user_count_as_in_torch(edit: Edit, accumulates: int, u
         engine.step()
     assert all(parameter.grad is None for parameter in model.parameters())
     engine.close()
-    for one, plain in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.allclose(one, plain, rtol=0, atol=1e-13)
+    assert_close(model.parameters(), other.parameters(), atol=1e-13)

@@ -10,7 +10,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import gptpar
 from gptpar.errors import GptparError
 
-OFFLOAD = {"device": "cpu", "ratio": 0.5}
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.0,
@@ -40,7 +39,7 @@ def backward(engine: Any) -> None:
 @pytest.mark.parametrize(
     "section",
     [
-        {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOAD}},
+        {"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         {"zero_optimization": {"stage": 1}},
         {"zero_optimization": {"stage": 2}},
         {"zero_optimization": {"stage": 3}},
@@ -51,7 +50,7 @@ def test_it_is_refused_where_it_would_change_nothing(section: dict[str, Any]) ->
     """Also of a list that was made beforehand, which knows no engine; the engine goes on afterwards."""
     model, plain = linear(), linear()
     parameters = list(model.parameters())
-    engine = after_backward(section, model)
+    engine, untouched = after_backward(section, model), after_backward(section, plain)
     trained = filter(lambda p: p.requires_grad, engine.parameters())
     for clip in (
         lambda: clip_grad_norm_(engine.parameters(), 0.1),
@@ -62,7 +61,6 @@ def test_it_is_refused_where_it_would_change_nothing(section: dict[str, Any]) ->
             clip()
     model.eval()(torch.ones(4, 4, dtype=model.weight.dtype))  # the step's gradient is not lost
     engine.step()
-    untouched = after_backward(section, plain)
     untouched.step()
     for one in (engine, untouched):
         backward(one)

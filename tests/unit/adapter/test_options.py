@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,21 +98,13 @@ def test_our_own_section() -> None:
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ((32, 2, 4), (32, 2, 4)),
-        ((32, 2, None), (32, 2, 4)),
-        ((32, None, 4), (32, 2, 4)),
-        ((None, 2, 4), (32, 2, 4)),
-        ((32, None, None), (32, 8, 1)),
-        ((None, 2, None), (8, 2, 1)),
-    ],
-)
-def test_two_of_three_sizes_say_the_third(sizes: tuple[Any, Any, Any], expected: tuple[int, int, int]) -> None:
-    for absent in ("auto", None):
-        file = {key: absent if size is None else size for key, size in zip(SIZES, sizes, strict=True)}
-        assert read_options(file, world=4).batch == StepBatch(*expected)
+@pytest.mark.parametrize("absent", ["auto", None])
+def test_two_of_three_sizes_say_the_third(absent: Any) -> None:
+    for train, micro, steps in ((32, 2, 4), (32, 2, absent), (32, absent, 4), (absent, 2, 4)):
+        file = dict(zip(SIZES, (train, micro, steps), strict=True))
+        assert read_options(file, world=4).batch == StepBatch(32, 2, 4)
+    assert read_options({SIZES[0]: 32, SIZES[2]: absent}, world=4).batch == StepBatch(32, 8, 1)
+    assert read_options({SIZES[1]: 2, SIZES[2]: absent}, world=4).batch == StepBatch(8, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -134,21 +126,17 @@ def test_sizes_that_contradict_each_other(sizes: tuple[Any, Any, Any], expected:
 # --- number formats -------------------------------------------------------------------------------------------------
 
 
-def test_fp16_scales_its_loss() -> None:
+def test_number_formats_scale_losses_and_cast_inputs_and_messages() -> None:
     found = options(fp16={"enabled": True, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2})
     assert found.dtype is torch.float16 and not found.cast_inputs
     assert found.loss_scale == LossScale(65536.0, dynamic=True, minimum=2, window=500, hysteresis=3, tolerance=3)
     found = options(fp16={"enabled": True, "loss_scale": 128, "auto_cast": True})
     assert found.loss_scale == LossScale(128.0, dynamic=False) and found.cast_inputs
-
-
-def test_bf16_may_cast_inputs_and_messages() -> None:
     found = options(bf16={"enabled": True, "auto_cast": True}, communication_data_type="bf16")
     assert found.dtype is torch.bfloat16 and found.cast_inputs and found.reduce_in_bf16
     assert options(bf16={"enabled": False, "auto_cast": True}).cast_inputs is False
-    assert "data_types.grad_accum_dtype: gradients are always summed in fp32" in (
-        options(data_types={"grad_accum_dtype": "bf16", "param_dtype": "fp32"}).without_effect
-    )
+    told = options(data_types={"grad_accum_dtype": "bf16", "param_dtype": "fp32"}).without_effect
+    assert "data_types.grad_accum_dtype: gradients are always summed in fp32" in told
 
 
 # --- optimizer and schedule -----------------------------------------------------------------------------------------
@@ -164,6 +152,10 @@ def test_the_schedule_has_deepspeeds_defaults() -> None:
     by_group = {"warmup_min_lr": [0, 1e-5], "warmup_type": "linear", "total_num_steps": 10, "warmup_max_lr": 1e-3}
     found = options(scheduler={"type": "WarmupDecayLR", "params": by_group})
     assert found.scheduler is not None and found.scheduler.params["warmup_min_lr"] == (0, 1e-5)
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
+    with pytest.warns(UserWarning, match="DeepSpeed would train at 0.001 and not at optimizer.params.lr 0.0005: give"):
+        found = options(**rates, scheduler=decay)
+    assert found.scheduler is not None and found.scheduler.params["warmup_max_lr"] == 0.001
 
 
 def test_everything_wrong_is_told_at_once() -> None:
@@ -211,14 +203,6 @@ def test_contradictions_within_the_optimizer_and_the_schedule() -> None:
     ]
 
 
-def test_deepspeeds_own_rate_of_a_schedule_is_taken_with_a_warning() -> None:
-    file: dict[str, Any] = {"optimizer": {"type": "Adam", "params": {"lr": 2e-3}}}
-    file["scheduler"] = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9}}
-    with pytest.warns(UserWarning, match="DeepSpeed would train at 0.001 and not at optimizer.params.lr 0.002: give"):
-        scheduler = options(**file).scheduler
-    assert scheduler is not None and scheduler.params["warmup_max_lr"] == 0.001
-
-
 # --- offload --------------------------------------------------------------------------------------------------------
 
 
@@ -239,37 +223,29 @@ def test_state_on_a_disk_needs_its_folder(tmp_path: Path) -> None:
 # --- one tree -------------------------------------------------------------------------------------------------------
 
 
-def keys_of(tree: Tree, prefix: str = "") -> set[str]:
-    found = set()
+def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, rule) of each value."""
     for name, rule in tree.items():
-        found |= keys_of(rule, f"{prefix}{name}.") if isinstance(rule, Mapping) else {prefix + name}
-    return found
+        if isinstance(rule, Mapping):
+            yield from leaves(rule, f"{prefix}{name}.")
+        else:
+            yield prefix + name, rule
 
 
 def test_the_keys_are_those_of_the_command_line_and_our_own() -> None:
-    files = [
-        {},
-        *({"scheduler": {"type": kind}} for kind in SCHEDULE_TYPES.values()),
-        *({"optimizer": {"type": kind}} for kind in ("Lion", "Muon")),
-    ]
-    for file in files:
-        engine, pretrain = (keys_of(keys_for(file, door)) for door in (Door.ENGINE, Door.PRETRAIN))
-        assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)
-    known = set().union(*(keys_of(keys_for(file, Door.ENGINE)) for file in files))
+    known = set()
+    for section, kinds in (("scheduler", [*SCHEDULE_TYPES.values()]), ("optimizer", [None, "Lion", "Muon"])):
+        for kind in kinds:
+            file = {section: {"type": kind}} if kind else {}
+            engine, pretrain = ({key for key, _ in leaves(keys_for(file, door))} for door in (Door.ENGINE, Door.PRETRAIN))
+            assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)
+            known |= engine
     assert known == {row.path for row in TABLE} | {"scheduler.params"}
 
 
 def test_no_reason_names_a_flag_of_the_command_line() -> None:
-    def reasons(tree: Tree) -> list[str]:
-        found = []
-        for rule in tree.values():
-            if isinstance(rule, Mapping):
-                found += reasons(rule)
-            elif not isinstance(rule, NotRead):
-                found.append(rule.what if isinstance(rule, Absent) else rule.why)
-        return found
-
-    told = reasons(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))
+    rules = [rule for _, rule in leaves(keys_for({"scheduler": {"type": "WarmupLR"}}, Door.ENGINE))]
+    told = [rule.what if isinstance(rule, Absent) else rule.why for rule in rules if not isinstance(rule, NotRead)]
     assert not [why for why in told if "--" in why or "GPT" in why]
     assert len(told) > 100
 

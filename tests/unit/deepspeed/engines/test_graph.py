@@ -22,14 +22,9 @@ from tests.python_recorder import PythonRecorder
 VOCABULARY, WIDTH = 11, 8
 
 
-class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+def block(dropout: float) -> nn.Module:
+    up, down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+    return nn.Sequential(nn.LayerNorm(WIDTH), up, nn.GELU(), down, nn.Dropout(dropout))
 
 
 class Tiny(nn.Module):
@@ -43,7 +38,7 @@ class Tiny(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(block(dropout) for _ in range(3))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
@@ -54,7 +49,7 @@ class Tiny(nn.Module):
         self.calls += 1
         x = self.embedding(tokens)
         for number in (0, 1, 2):
-            x = self.blocks[number](x)
+            x = x + self.blocks[number](x)
         self.trouble(x)
         self.mean.lerp_(x.detach().float().mean((0, 1)), 0.1)
         x = x - self.mean.to(x.dtype)
@@ -64,13 +59,12 @@ class Tiny(nn.Module):
 
 def make(ratio: float = 0.0, accumulation: int = 1, dropout: float = 0.0, **more: Any) -> ModuleEngine:
     torch.manual_seed(0)
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
+        **sizes,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.1}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_type": "linear"}},
-        "steps_per_print": 1000,
         **more,
     }
     if ratio:
@@ -237,10 +231,9 @@ def test_a_warning_names_the_users_line_in_an_environment_of_torchs_name(monkeyp
     exec(compile("\ndef users(): inner()", "/envs/torch/lib/users.py", "exec"), names)
     with pytest.raises(RuntimeError) as caught:
         names["users"]()
-    assert caught.value.__traceback__ is not None
-    error = caught.value.with_traceback(caught.value.__traceback__.tb_next)  # without this file's frame
+    users = caught.value.__traceback__.tb_next  # type: ignore[union-attr] # without this file's frame
     with pytest.warns(UserWarning, match=r"failed: waits \(/envs/torch/lib/users.py:2\)\. A recorded step"):
-        _warn(error)
+        _warn(caught.value.with_traceback(users))
 
 
 def test_an_error_while_recording_is_the_users_own() -> None:
@@ -282,8 +275,8 @@ def test_a_recording_that_took_another_path_is_dropped() -> None:
     train(engine, data, LAUNCHED_STEPS)
     once = iter([0])
     engine.module.trouble = lambda x: [engine.module.blocks[number](x) for number in once]
-    train(engine, data, 1)
-    assert recorder.recordings == 1 and recorder.replays == 0
+    train(engine, data)
+    assert (recorder.recordings, recorder.replays) == (1, 0)
     train(engine, data, LAUNCHED_STEPS + 1)
     assert recorder.recordings == 2 and recorder.replays > 0
 

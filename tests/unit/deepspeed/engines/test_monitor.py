@@ -122,35 +122,34 @@ def test_a_folder_that_cannot_be_written_is_told_once_and_the_training_goes_on(
     assert [step for step, _ in read_tensorboard(tmp_path / "board")[LOSS]] == [6, 12, 18]
 
 
-def test_a_section_that_is_off_writes_nothing(tmp_path: Path) -> None:
-    off = {"enabled": False, "output_path": str(tmp_path), "job_name": "x"}
-    engine = make(csv_monitor=off, tensorboard=off, wandb={"enabled": False, "project": "p"})
-    engine.train_batch(batches(1))
-    engine.close()
-    assert list(tmp_path.iterdir()) == []
-    off_notes = {note for note in engine.options.without_effect if note.endswith("it is off")}
-    assert off_notes == {"csv_monitor: it is off", "tensorboard: it is off", "wandb: it is off"}
-
-
 def test_weights_and_biases_gets_the_curves_over_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started, logged, ended = [], [], []
+    calls: list[Any] = []
     fake = types.ModuleType("wandb")
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    run = types.SimpleNamespace(
-        log=lambda values, step: logged.append((step, values)), finish=lambda: ended.append(True)
-    )
-    fake.init = lambda **place: started.append(place) or run  # type: ignore[attr-defined]
+    run = types.SimpleNamespace(log=lambda values, step: calls.append((step, values)))
+    run.finish = lambda: calls.append("end")
+    fake.init = lambda **place: calls.append(place) or run  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.chdir(tmp_path)
     engine = make(wandb={"enabled": True, "project": "p", "team": "t", "group": "g"})
-    loss = engine.train_batch(batches(1)).item()
+    (loss,) = train(engine, batches(1))
     engine.close()
-    assert [[place[key] for key in ("project", "entity", "group")] for place in started] == [["p", "t", "g"]]
-    assert logged == [(6, {LOSS: pytest.approx(loss), RATE: 0.0})] and ended == [True]
+    place, *others = calls
+    assert [place[key] for key in ("project", "entity", "group")] == ["p", "t", "g"]
+    assert others == [(6, {LOSS: pytest.approx(loss), RATE: 0.0}), "end"]
 
 
-def test_weights_and_biases_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_section_that_is_off_writes_nothing_and_needs_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
+    off = {"enabled": False, "output_path": str(tmp_path), "job_name": "x"}
+    engine = make(csv_monitor=off, tensorboard=off, wandb={"enabled": False, "project": "p"})
+    train(engine, batches(1))
+    engine.close()
+    assert list(tmp_path.iterdir()) == []
+    off_notes = [f"{name}: it is off" for name in ("csv_monitor", "tensorboard", "wandb")]
+    assert sorted(engine.options.without_effect) == off_notes
     with pytest.raises(ConfigError, match=r"the package wandb is not installed: run pip install 'gptpar\[wandb\]'"):
         make(wandb={"enabled": True, "project": "p"})
 

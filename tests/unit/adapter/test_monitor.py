@@ -1,6 +1,7 @@
 """The curves of an engine in folders that other runs have written to."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,8 @@ from tests.unit.reporting.records import read_tensorboard
 
 
 @pytest.mark.parametrize(("samples", "others"), [(0, [8, 800]), (80, [8])])
-def test_a_new_engine_leaves_other_runs_curves_and_a_resumed_one_cuts_later_steps(
-    samples: int, others: list[int], tmp_path: Path
+def test_a_new_engine_leaves_others_curves_and_a_resumed_one_cuts_them(
+    samples: int, others: Any, tmp_path: Path
 ) -> None:
     logging = LoggingFlags(tensorboard_dir=str(tmp_path))
     sink = TensorBoardSink(tmp_path, logging)

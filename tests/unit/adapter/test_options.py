@@ -237,7 +237,8 @@ def test_the_keys_are_those_of_the_command_line_and_our_own() -> None:
     for section, kinds in (("scheduler", [*SCHEDULE_TYPES.values()]), ("optimizer", [None, "Lion", "Muon"])):
         for kind in kinds:
             file = {section: {"type": kind}} if kind else {}
-            engine, pretrain = ({key for key, _ in leaves(keys_for(file, door))} for door in (Door.ENGINE, Door.PRETRAIN))
+            engine = {key for key, _ in leaves(keys_for(file, Door.ENGINE))}
+            pretrain = {key for key, _ in leaves(keys_for(file, Door.PRETRAIN))}
             assert pretrain < engine and all(key.startswith("gptpar.") for key in engine - pretrain)
             known |= engine
     assert known == {row.path for row in TABLE} | {"scheduler.params"}

@@ -24,17 +24,6 @@ class OtherBlock(Block):
     pass
 
 
-class MoE(nn.Module):
-    """A block with a router and a list of experts, which are repeated as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(4, 3), nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(self.router(x)[..., [i]] * expert(x) for i, expert in enumerate(self.experts))
-
-
 class Model(nn.Module):
     def __init__(self, **children: nn.Module):
         super().__init__()
@@ -72,6 +61,12 @@ def complete_plan(model: nn.Module, *classes: str) -> UnitPlan:
     plan = find_units(model, classes)
     assert_complete(model, plan)
     return plan
+
+
+def with_experts() -> nn.Module:
+    block = OtherBlock()
+    block.experts = nn.ModuleList(Block() for _ in range(3))
+    return block
 
 
 def encoder() -> nn.Module:
@@ -118,12 +113,9 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "Llama": (lambda: tiny_hf("Llama"), [f"model.layers.{i}" for i in range(3)]),
     "T5": (lambda: tiny_hf("T5"), T5_BLOCKS),
     "torch's": (encoder, LAYERS),
-    "elements of inner lists": (
-        inner_lists,
-        ["pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1", "named.left", "named.right"],
-    ),
+    "inner lists": (inner_lists, [*(f"pairs.{i}.{j}" for i in (0, 1) for j in (0, 1)), "named.left", "named.right"]),
     "numbered children": (lambda: Model(**{"0": Block(), "1": Block(), "head": Block()}), ["0", "1"]),
-    "blocks with experts": (lambda: Model(embed=nn.Embedding(5, 4), layers=nn.Sequential(MoE(), MoE())), LAYERS),
+    "blocks with experts": (lambda: Model(layers=nn.Sequential(with_experts(), with_experts())), LAYERS),
     "a shared block": (shared_block, ["layers.0"]),
     "a block inside another": (block_inside_another, ["blocks.1", "blocks.2"]),
     "stages of a CNN": (cnn, ["stages.0", "stages.1"]),

@@ -40,9 +40,7 @@ def test_each_old_storage_is_freed_before_the_next_parameter_leaves_its_own() ->
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_each_old_storage_is_freed_before_the_next_unit_is_filled(
-    frozen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_unit_frees_its_old_storages_when_it_is_filled(frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model()
     if frozen:
         for block in model[:2]:
@@ -76,9 +74,8 @@ def test_each_old_storage_is_freed_before_the_next_unit_is_filled(
 @pytest.mark.parametrize(
     ("free", "processes", "moves"), [(4, 2, True), (4, 1, True), (3, 2, False), (2, 1, True), (0, 1, False)]
 )
-def test_parameters_move_where_half_of_the_free_host_memory_holds_those_of_all_processes(
-    free: int, processes: int, moves: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_parameters_move(free: int, processes: int, moves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where half of the free host memory holds those of all processes."""
     moved: list[Any] = []
     monkeypatch.setattr(values, "available_memory", lambda: free << 30)
     monkeypatch.setattr(values, "place_on_machine", lambda: (0, processes))

@@ -41,6 +41,5 @@ def test_buffers_hold_the_micro_batches_that_are_under_way() -> None:
                 held.remove(command.buffer_id)
         assert schedule.num_pipe_buffers() == max(2, 3 - stage) and not held
     (single,) = DataParallelSchedule(micro_batches=1, stages=1, stage_id=0)
-    assert str(single) == "[LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0), BackwardPass(buffer_id=0), " + (
-        "ReduceGrads(), OptimizerStep()]"
-    )
+    passes = "LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0), BackwardPass(buffer_id=0)"
+    assert str(single) == f"[{passes}, ReduceGrads(), OptimizerStep()]"

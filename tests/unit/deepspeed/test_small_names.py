@@ -76,9 +76,7 @@ TWO_PROCESSES = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
         ({"mpu": TWO_PROCESSES}, r"mpu.get_data_parallel_world_size\(\) is 2 of 4"),
     ],
 )
-def test_what_zero_init_cannot_do_is_refused_by_name(
-    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_zero_init_cannot_do_is_refused(arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: group or 4)
     with pytest.raises(GptparError, match=message), deepspeed.zero.Init(**arguments):
         raise AssertionError("the context was entered")
@@ -141,9 +139,8 @@ def test_sections_and_values_of_configurations() -> None:
         ({"WORLD_SIZE": "2"}, "of RANK and WORLD_SIZE only one is set. Start the processes with torchrun"),
     ],
 )
-def test_processes_that_would_each_train_by_themselves_are_refused(
-    given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_a_launch_is_refused(given: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes would each train by themselves."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

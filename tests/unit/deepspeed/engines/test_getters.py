@@ -129,11 +129,16 @@ def test_another_batch_size() -> None:
         micro_batch(begun, number)
     assert (changed.global_steps, changed.global_samples) == (1, 9)
     assert torch.equal(changed.module.weight, begun.module.weight)
-    data = [torch.randn(3, 4) for _ in range(4)]
     changed.set_train_batch_size(12)
     changed._work._loss_fn = lambda output, batch: output.mean()
-    changed.train_batch(iter(data))
+    changed.train_batch(iter([torch.randn(3, 4) for _ in range(4)]))
     assert (changed.global_steps, changed.global_samples) == (2, 21)
+    for size in (0, 4):
+        with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
+            changed.set_train_batch_size(size)
+    micro_batch(changed)
+    with pytest.raises(GptparError, match="within a step"):
+        changed.set_train_batch_size(9)
 
 
 class Stream(IterableDataset[int]):
@@ -158,16 +163,6 @@ def test_loaders_of_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         for more in ({}, {"route": "eval"}, {"data_sampler": range(6)}):
             assert engine.deepspeed_io(data, **more).pin_memory == there  # type: ignore[arg-type]
-
-
-def test_batch_sizes_that_cannot_be() -> None:
-    engine = make_engine(2)
-    for size in (0, 4):
-        with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
-            engine.set_train_batch_size(size)
-    micro_batch(engine)
-    with pytest.raises(GptparError, match="within a step"):
-        engine.set_train_batch_size(9)
 
 
 def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:

@@ -193,19 +193,6 @@ def test_loaded_weights_and_changed_rates_count() -> None:
     assert_same(recorded, launched)
 
 
-def test_dropout_goes_on_in_replays() -> None:
-    """The weights stay, and the losses differ, as those of launched steps do."""
-    data, found = next(batches()), []
-    *engines, recorder = make_both(dropout=0.5)
-    for engine in engines:
-        engine.optimizer.param_groups[0]["lr"] = 0.0
-        engine.lr_scheduler = None
-        torch.manual_seed(1)
-        found.append([loss for loss, _ in train(engine, repeat(data), 8)])
-    assert recorder.replays == 8 - LAUNCHED_STEPS
-    assert found[0] == found[1] and len(set(found[0])) == 8
-
-
 @pytest.mark.parametrize(
     ("trouble", "accumulation"),
     [(lambda x: x.sum().item(), 1), (lambda x: x.register_hook(lambda grad: grad.sum().item() and None), 2)],

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,55 +75,47 @@ def test_a_resumed_schedule_goes_on() -> None:
     options = SchedulerOptions("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 3, "warmup_max_lr": 0.5})
     whole = rates_of(lambda o: scheduler_of(None, o, options), 9)  # type: ignore[arg-type, return-value]
     assert scheduler_of(None, optimizer_of(1.0), None) is None
-    first = optimizer_of(1.0)
-    scheduler = scheduler_of(None, first, options)
-    assert scheduler is not None
-    for _ in range(4):
-        first.step()
-        scheduler.step()
-    saved = copy.deepcopy([first.state_dict(), scheduler.state_dict()])
-    second = optimizer_of(1.0)
-    again = scheduler_of(None, second, options)
-    assert again is not None
-    second.load_state_dict(saved[0])
-    again.load_state_dict(saved[1])
     found = []
-    for _ in range(5):
-        found.append(second.param_groups[0]["lr"])
-        second.step()
-        again.step()
-    assert found == whole[4:] and again.get_last_lr() == [second.param_groups[0]["lr"]]
+    saved: Any = None
+    for steps in (4, 5):
+        optimizer = optimizer_of(1.0)
+        scheduler: Any = scheduler_of(None, optimizer, options)
+        for one, state in zip((optimizer, scheduler), saved or (), strict=False):
+            one.load_state_dict(state)
+        for _ in range(steps):
+            found.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        saved = copy.deepcopy([optimizer.state_dict(), scheduler.state_dict()])
+    assert found == whole and scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
 
 
 # --- the client's ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_clients_scheduler_over_the_optimizer_that_was_taken_over() -> None:
     client = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     theirs = LambdaLR(client, lambda n: 1 / (n + 1))
     optimizer = optimizer_over(client.param_groups)
-    configured = SchedulerOptions("WarmupLR", {})
-    scheduler = scheduler_of(theirs, optimizer, configured)
+    scheduler = scheduler_of(theirs, optimizer, SchedulerOptions("WarmupLR", {}))
     assert scheduler is theirs
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        scheduler.step()
+    optimizer.step()
+    scheduler.step()
     assert [how.lr for how in optimizer.hyperparameters()] == [0.5]
     optimizer.load_state_dict(optimizer.state_dict())
     scheduler.step()
     assert [how.lr for how in optimizer.hyperparameters()] == pytest.approx([1 / 3])
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_function_from_the_returned_optimizer_may_move_betas_too() -> None:
     optimizer = optimizer_of(1.0)
     scheduler = scheduler_of(lambda o: OneCycleLR(o, 0.1, total_steps=10), optimizer, None)
     assert isinstance(scheduler, OneCycleLR)
     before = optimizer.hyperparameters()[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer.step()
-        scheduler.step()
+    optimizer.step()
+    scheduler.step()
     after = optimizer.hyperparameters()[0]
     assert before.lr == pytest.approx(0.004) and after.lr > before.lr and after.beta1 < before.beta1 == 0.95
 

@@ -1,7 +1,7 @@
 """Arguments of the public API that have the wrong type are told in sentences that name them."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import gptpar
 from gptpar.errors import ConfigError, GptparError, is_whole
@@ -25,11 +25,6 @@ class WithoutLength(Dataset[int]):
 
 class Named(dict[int, int], Dataset[int]):
     """A data set that is a mapping, too."""
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(torch.arange(20.0).view(5, 4))
 
 
 def make(**arguments: Any) -> Any:
@@ -74,14 +69,10 @@ def test_all_wrong_types_are_told_at_once() -> None:
     assert problems(distributed_port="a") == ["distributed_port is of type str: the number of a port is needed."]
 
 
-@pytest.mark.parametrize(
-    ("data", "samples"),
-    [(Named({0: 7, 1: 7}), [7, 7]), (torch.full((2,), 7), [7, 7]), (Stream(), [[0, 1, 2, 3], [4, 5, 6, 7]])],
-    ids=["mapping", "tensor", "stream"],
-)
-def test_data_that_can_be_read(data: Any, samples: list[Any]) -> None:
+@pytest.mark.parametrize("data", [Named({0: 7, 1: 7}), torch.full((2,), 7), [7, 7]], ids=["mapping", "tensor", "list"])
+def test_data_that_can_be_read(data: Any) -> None:
     made, _, loader, _ = gptpar.initialize(model=nn.Linear(4, 1), config=CONFIG, training_data=data)
-    assert next(iter(loader)).tolist() == samples
+    assert next(iter(loader)).tolist() == [7, 7]
     made.close()
 
 

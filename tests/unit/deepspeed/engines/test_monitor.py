@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 import gptpar
+from gptpar.adapter.monitor import Point, make_monitor
+from gptpar.config.sections.logging import LoggingFlags
 from gptpar.deepspeed.engines.engine import ModuleEngine
 from gptpar.errors import ConfigError
+from gptpar.reporting.sinks import TensorBoardSink
 from tests.e2e.commands import said_in_fork
 from tests.unit.reporting.records import read_tensorboard
 
@@ -174,3 +177,19 @@ def one_step(folder: Path) -> None:
 def test_a_process_that_closes_nothing_has_written_its_last_step(tmp_path: Path) -> None:
     said_in_fork(one_step, tmp_path)
     assert [step for step, _ in csv_of(tmp_path, LOSS)] == [6]
+
+
+@pytest.mark.parametrize(("samples", "others"), [(0, [8, 800]), (80, [8])])
+def test_a_new_engine_leaves_others_curves_and_a_resumed_one_cuts_them(
+    samples: int, others: Any, tmp_path: Path
+) -> None:
+    logging = LoggingFlags(tensorboard_dir=str(tmp_path))
+    sink = TensorBoardSink(tmp_path, logging)
+    for step in (8, 800):
+        sink.scalars(step, {"another's": 1.0})
+    sink.close()
+    monitor = make_monitor(logging, with_loss_scale=False, warn=pytest.fail, end=sink.close)
+    assert monitor is not None
+    monitor.write(Point(samples, samples + 8, learning_rate=0.1, loss_scale=1.0, lm_loss=1.0))
+    monitor.finish(None, lambda: None)
+    assert [step for step, _ in read_tensorboard(tmp_path)["another's"]] == others

@@ -102,18 +102,12 @@ def test_every_way_to_give_values():
 
 
 OPERATORS: dict[str, Callable[[], torch.Tensor]] = {
-    "singular values": lambda: torch.linalg.svd(torch.arange(16.0).view(4, 4)).S,
-    "Fourier transform": lambda: torch.fft.fft(torch.arange(4.0)).abs(),
     "conjugate": lambda: torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag,
     "integers divided": lambda: torch.arange(9) / 7,
     "unique": lambda: torch.unique(torch.tensor([1.0, 2.0, 1.0])),
-    "where": lambda: torch.arange(5)[torch.arange(5) > 2],
-    "mask": lambda: torch.zeros(5).masked_fill(torch.arange(5) > 2, 3.0),
-    "sorted": lambda: torch.tensor([3, 1, 2]).sort().values,
     "list of tensors": lambda: torch.tensor([torch.tensor(1.0), *torch.linspace(0, 1, 3)]),
     "foreach": lambda: torch._foreach_mul([torch.ones(2), torch.arange(3.0)], 2.0)[1],
     "out": lambda: torch.eye(3, out=torch.empty(3, 3)),
-    "einsum": lambda: torch.einsum("i,j->ij", torch.arange(2.0), torch.arange(3.0)),
     "text": lambda: torch.ones(int(f"{torch.tensor(2):d}")),
     "loop": lambda: torch.tensor([1.0 if row.sum() > 2 else 0.0 for row in torch.arange(6).view(3, 2)]),
     "transposed in place": lambda: torch.arange(6).view(2, 3).t_(),
@@ -172,7 +166,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "attention": lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=8, add_bias_kv=True),
     "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
     "norms": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(2, 4), nn.InstanceNorm1d(3, True, True), nn.PReLU()),
-    "convolutions": lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv3d(2, 2, 2)),
     "recurrent": lambda: nn.Sequential(nn.LSTM(8, 8, 2, bidirectional=True), nn.GRU(4, 4), nn.RNNCell(4, 4)),
     "embeddings": lambda: nn.Sequential(nn.Embedding(9, 8, padding_idx=2), nn.EmbeddingBag(9, 4)),
     "parametrized": parametrized,

@@ -1,10 +1,8 @@
 """Tests of DeepSpeed's small names: operators that are here, constants, versions."""
 
-import contextlib
 import math
 import os
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,78 +45,6 @@ def test_constants_and_versions() -> None:
     assert ".".join(map(str, numbers)) == deepspeed.__version__
     assert required_torch_version(min_version=2.1) and not required_torch_version(min_version=99.0)
     assert not required_torch_version(max_version=1.13) and required_torch_version(min_version=1.8, max_version=99.0)
-
-
-def test_processes_meet_where_a_model_is_built() -> None:
-    """As transformers' from_pretrained needs it, which asks for this process's rank inside of ``zero.Init``."""
-    with deepspeed.zero.Init(enabled=False):
-        assert not dist.is_initialized()
-    with deepspeed.zero.Init():
-        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        with torch.device("cpu"), pytest.raises(GptparError, match="initialize where no tensor has memory"):
-            deepspeed.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})
-    value = torch.ones(2)
-    deepspeed.comm.inference_all_reduce(value)
-    assert value.tolist() == [1.0, 1.0]
-
-
-TWO_PROCESSES = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"zero_quantized_weights": True}, "quantized weights would change the numbers: leave them out"),
-        ({"zero_quantized_nontrainable_weights": True}, "quantized weights would change the numbers"),
-        ({"remote_device": "nvme"}, "parameters are on the GPU or in host memory: give remote_device='cpu'"),
-        ({"data_parallel_group": 1}, "a data-parallel group has 1 of 4 processes: .* so leave it out"),
-        ({"sequence_data_parallel_group": 2}, "a data-parallel group has 2 of 4 processes"),
-        ({"mpu": TWO_PROCESSES}, r"mpu.get_data_parallel_world_size\(\) is 2 of 4"),
-    ],
-)
-def test_what_zero_init_cannot_do_is_refused(arguments: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: group or 4)
-    with pytest.raises(GptparError, match=message), deepspeed.zero.Init(**arguments):
-        raise AssertionError("the context was entered")
-    with deepspeed.zero.Init(enabled=False, **arguments):
-        model = torch.nn.Linear(2, 2)
-    assert not model.weight.is_meta
-
-
-def test_arguments_of_zero_init_are_deepspeeds_and_its_number_format_is_that_of_parameters() -> None:
-    """Parameters are rounded to it and buffers keep theirs; an engine trains what it was given."""
-    made = []
-    for context in (contextlib.nullcontext(), deepspeed.zero.Init(dtype=torch.bfloat16)):
-        torch.manual_seed(3)
-        with context:
-            made.append(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6)))
-    kept = deepspeed.initialize(model=made[1], config=ZERO_3)[0].module_state_dict()
-    assert kept["0.weight"].dtype == torch.bfloat16 and kept["1.running_mean"].dtype == torch.float32
-    for name, value in made[0].state_dict().items():
-        assert torch.equal(kept[name], value.to(kept[name].dtype)), name
-    with deepspeed.zero.Init(dtype=torch.bfloat16), pytest.raises(GptparError, match="float16, and torch.bfloat16 aro"):
-        deepspeed.zero.Init(dtype=torch.float16).__enter__()
-    others = {"mem_efficient_linear": False, "remote_device": "cpu", "pin_memory": True, "config_dict_or_path": {}}
-    with deepspeed.zero.Init(None, None, **others, config=None, dtype=torch.bfloat16, tensor_overrides=None):
-        model = torch.nn.Linear(2, 2)
-    assert model.weight.is_meta and model.weight.dtype == torch.bfloat16
-    with pytest.raises(TypeError, match="unexpected keyword argument 'remote_devise'"):
-        deepspeed.zero.Init(remote_devise="cpu")
-
-
-def test_initialize_ends_the_zero_init_around_it() -> None:
-    with deepspeed.zero.Init(config_dict_or_path=ZERO_3):
-        with deepspeed.zero.Init(config_dict_or_path=ZERO_3):
-            first = torch.nn.Linear(4, 4)
-        assert hasattr(first.weight, "ds_id")
-        engine = deepspeed.initialize(model=first, config=ZERO_3)[0]
-        engine.backward(engine(torch.ones(1, 4)).sum())
-        engine.step()
-        with deepspeed.zero.Init(config_dict_or_path=ZERO_3):
-            second = torch.nn.Linear(4, 4)
-        third = torch.nn.Linear(4, 4)
-    assert second.weight.is_meta and hasattr(second.weight, "ds_id") and not third.weight.is_meta
-    deepspeed.initialize(model=second, config=ZERO_3)
 
 
 def test_sections_and_values_of_configurations() -> None:

@@ -15,12 +15,15 @@ from tests.unit.adapter.deferred import defer, made
 from tests.unit.adapter.huggingface import tiny_hf
 
 
-def test_tensors_look_as_if_they_were_on_the_cpu():
+def test_tensors_look_as_if_they_were_on_the_cpu_until_the_context_ends():
     with gptpar.deferred_init():
         tensor = torch.ones(3)
         assert tensor.device == torch.device("cpu") and tensor.is_cpu and not tensor.is_meta
         assert copy.deepcopy(tensor).tolist() == [1, 1, 1]
     assert tensor.is_meta
+    with pytest.raises(ZeroDivisionError), gptpar.deferred_init():
+        nn.Linear(1 // 0, 1)
+    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_what_is_overwritten_is_not_computed(monkeypatch: pytest.MonkeyPatch):
@@ -31,8 +34,7 @@ def test_what_is_overwritten_is_not_computed(monkeypatch: pytest.MonkeyPatch):
         return layer
 
     module, recording = defer(build)
-    calls = []
-    call = recording._tape.call
+    calls, call = [], recording._tape.call
     monkeypatch.setattr(recording._tape, "call", lambda op, *rest: (calls.append(str(op.function)), call(op, *rest))[1])
     recording.make(module.weight)
     assert calls == ["aten.normal_.default"]
@@ -129,12 +131,6 @@ def test_values_from_outside_are_told():
     with pytest.raises(GptparError, match="sum cannot be made: its values depend on a tensor that was on the meta"):
         recording.make(model["sum"], "cpu", "sum")
     assert recording.make(model["written"]).tolist() == recording.make(model["all"]).tolist() == [1, 1, 1]
-
-
-def test_the_context_ends_with_an_error_in_the_constructor():
-    with pytest.raises(ZeroDivisionError), gptpar.deferred_init():
-        nn.Linear(1 // 0, 1)
-    assert not nn.Linear(2, 2).weight.is_meta
 
 
 def test_memory_that_nobody_wrote_is_zero():

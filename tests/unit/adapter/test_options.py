@@ -168,7 +168,6 @@ def test_everything_wrong_is_told_at_once() -> None:
         "zero_optimization": {"stage": 4, "offload_optimizer": {"device": "nvme", "ratio": 1.5}},
         "dataloader_drop_last": 0,
         "gptpar": {"compil": True, "units": "Block", "step_graph": 1, "speculation": "maybe"},
-        "wandb": {"enable": True},
         "elasticity": {"enabled": True},
     }
     expected = [
@@ -180,7 +179,6 @@ def test_everything_wrong_is_told_at_once() -> None:
         'gptpar.units is "Block": a list of class names is needed, for example ["GPT2Block"].',
         'gptpar.step_graph is 1: true, false or "auto" is needed.',
         'gptpar.speculation is "maybe": true, false or "auto" is needed.',
-        "wandb.enable is unknown; did you mean wandb.enabled?",
         "elasticity: elastic training is not part of gptpar; leave it out.",
         "fp16 and bf16 are both enabled: choose one number format.",
         "fp16.initial_scale_power: the scale begins at 1, below min_loss_scale 2: raise it, or lower min_loss_scale.",

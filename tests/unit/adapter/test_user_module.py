@@ -19,19 +19,15 @@ def check(name: str) -> ModuleCheck:
     return ModuleCheck(load_user_function(f"{FILE}:{name}"), "fp64", 1, 1)
 
 
-def test_a_file_and_a_module_are_the_same_and_each_call_makes_equal_values():
+def test_each_call_makes_equal_values_and_batches_depend_on_their_number_alone():
     first = load_user_function(f"{FILE}:mlp")()
     second = load_user_function("tests.fixtures.user_modules:mlp")()
     for one, other in zip(first.module.parameters(), second.module.parameters(), strict=True):
         assert torch.equal(one, other) and one is not other
-
-
-def test_batches_depend_on_their_number_alone_and_get_the_dtype():
-    user = load_user_function(f"{FILE}:mlp")()
-    first, _ = user.batch(3, CPU, torch.float64)
-    user.batch(4, CPU)
-    assert first.dtype == torch.float64 and torch.equal(first, user.batch(3, CPU)[0].double())
-    assert not torch.equal(first, user.batch(4, CPU, torch.float64)[0])
+    batch, _ = first.batch(3, CPU, torch.float64)
+    first.batch(4, CPU)
+    assert batch.dtype == torch.float64 and torch.equal(batch, first.batch(3, CPU)[0].double())
+    assert not torch.equal(batch, first.batch(4, CPU, torch.float64)[0])
 
 
 def test_the_loss_may_be_the_output_or_a_function_of_it():

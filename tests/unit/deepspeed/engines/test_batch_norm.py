@@ -50,8 +50,8 @@ def norms(model: nn.Module) -> list[nn.BatchNorm2d]:
 def as_converted(precision: str, converts_norms: bool) -> nn.Module:
     """In 16 bits, as the user or as the engine does it."""
     model = build().to(HALF[precision])
-    if not converts_norms:
-        for one, original in zip(norms(model), norms(build()), strict=True):
+    for one, original in zip(norms(model), norms(build()), strict=True):
+        if not converts_norms:
             one.float().load_state_dict(original.state_dict())
     return model
 

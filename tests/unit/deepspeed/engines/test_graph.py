@@ -105,14 +105,26 @@ def assert_same(one: ModuleEngine, other: ModuleEngine) -> None:
     assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
 
 
+FP16 = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("ratio", "accumulation"), [(0.0, 3), (0.6, 1), (0.6, 3), (1.0, 1)])
-def test_recorded_steps_are_the_launched_ones(ratio: float, accumulation: int) -> None:
-    launched, recorded, recorder = make_both(ratio, accumulation)
-    assert train(recorded, batches(), 9) == train(launched, batches(), 9)
+@pytest.mark.parametrize(
+    ("ratio", "accumulation", "precision"),
+    [(0.0, 3, {"bf16": {"enabled": True}}), (0.6, 1, {"fp16": FP16}), (0.6, 3, {}), (1.0, 1, {})],
+)
+def test_recorded_steps_are_the_launched_ones(ratio: float, accumulation: int, precision: dict[str, Any]) -> None:
+    """fp16: the scale halves at overflows and doubles after two good steps; a replay must not keep the first one."""
+    launched, recorded, recorder = make_both(ratio, accumulation, **precision)
+    data, same, scales = batches(), batches(), []
+    for _ in range(12):
+        assert str(train(recorded, data)) == str(train(launched, same))
+        assert recorded.loss_scaler.value == launched.loss_scaler.value
+        scales.append(recorded.loss_scaler.value)
     assert recorder.recordings == 1 and recorded.module.calls == (LAUNCHED_STEPS + 1) * accumulation
-    assert (recorder.replays == 9 - LAUNCHED_STEPS) == (ratio == 0)  # else cut into parts
-    assert recorded.micro_steps == 9 * accumulation
+    assert (recorder.replays == 12 - LAUNCHED_STEPS) == (ratio == 0)  # else cut into parts
+    assert recorded.micro_steps == 12 * accumulation
+    assert (len(set(scales[LAUNCHED_STEPS + 1 :])) > 1) == ("fp16" in precision)
     assert_same(recorded, launched)
 
 
@@ -133,23 +145,6 @@ def test_a_replay_takes_the_present_loss_scale() -> None:
     # The output is y = sum(w) + b, the loss y * y, and each of the five gradients 2 * y.
     assert [norm for _, norm in seen] == pytest.approx([2 * math.sqrt(5 * loss) for loss, _ in seen], rel=1e-3)
     engine.close()
-
-
-@pytest.mark.parametrize(("precision", "ratio"), [("bf16", 0.0), ("fp16", 0.6)])
-@pytest.mark.slow
-def test_sixteen_bits_and_a_moving_loss_scale(precision: str, ratio: float) -> None:
-    """fp16: the scale halves at overflows and doubles after two good steps; a replay must not keep the first one."""
-    numbers = {"enabled": True} | ({"initial_scale_power": 20, "loss_scale_window": 2} if precision == "fp16" else {})
-    launched, recorded, recorder = make_both(ratio, **{precision: numbers})
-    data, same = batches(), batches()
-    scales = []
-    for _ in range(12):
-        assert str(train(recorded, data)) == str(train(launched, same))
-        assert recorded.loss_scaler.value == launched.loss_scaler.value
-        scales.append(recorded.loss_scaler.value)
-    assert recorder.recordings == 1
-    assert (len(set(scales[LAUNCHED_STEPS + 1 :])) > 1) == (precision == "fp16")
-    assert_same(recorded, launched)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6])

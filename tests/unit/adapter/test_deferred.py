@@ -102,6 +102,7 @@ def test_every_way_to_give_values():
 
 
 OPERATORS: dict[str, Callable[[], torch.Tensor]] = {
+    "singular values": lambda: torch.linalg.svd(torch.arange(16.0).view(4, 4)).S,
     "conjugate": lambda: torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag,
     "integers divided": lambda: torch.arange(9) / 7,
     "unique": lambda: torch.unique(torch.tensor([1.0, 2.0, 1.0])),

@@ -1,8 +1,6 @@
 """Tests of DeepSpeed's small names: operators that are here, constants, versions."""
 
-import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,19 +11,10 @@ from gptpar.deepspeed.runtime import lr_schedules, precision_config
 from gptpar.deepspeed.utils.torch import required_torch_version
 
 import gptpar.deepspeed as deepspeed
-from gptpar.deepspeed.engines.schedulers import OneCycle
 from gptpar.errors import GptparError
 from gptpar.topology import world
 
 ZERO_3 = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
-
-
-@pytest.fixture(autouse=True)
-def leave_the_group() -> Iterator[None]:
-    """``initialize`` of the namespace joins a group of one process, which other tests make themselves."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_programs_ask_which_operators_are_here() -> None:
@@ -87,26 +76,6 @@ def test_several_processes_meet_by_the_backend_that_was_asked_for(monkeypatch: p
     for given in (None, "nccl", "cuda:nccl", "gloo"):
         deepspeed.init_distributed(given)
     assert met == [1, "cpu:gloo,cuda:nccl", 1, "cpu:gloo,cuda:nccl", 1, "cuda:nccl", "gloo"]
-
-
-def test_the_betas_of_a_cycle_are_read_before_each_step() -> None:
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    cycle = OneCycle(optimizer, 0.0, 0.1, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
-    for beta in (0.9, 0.85, 0.8, 0.85):
-        assert cycle.get_mom()[0] == pytest.approx((beta, 0.99))
-        optimizer.step()
-        cycle.step()
-
-
-def test_the_fraction_of_a_warmup_is_that_of_each_group() -> None:
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2)]
-    optimizer = torch.optim.SGD(groups)
-    schedule = lr_schedules.WarmupCosineLR(optimizer, total_num_steps=100, warmup_num_steps=10)
-    assert schedule.get_lr_ratio() == 0
-    optimizer.step()
-    schedule.step(1)
-    assert schedule.get_lr_ratio() == pytest.approx(math.log(2) / math.log(10))
-    assert schedule.get_last_lr() == pytest.approx([0.1 * schedule.get_lr_ratio(), 0.2 * schedule.get_lr_ratio()])
 
 
 def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:

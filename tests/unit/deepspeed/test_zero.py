@@ -1,7 +1,6 @@
 """``deepspeed.zero``: its configuration as objects, models that are built within ``Init``, and leaf modules."""
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,14 +25,6 @@ from gptpar.deepspeed.leaf_modules import mark_configured
 from gptpar.errors import ConfigError, GptparError
 
 ZERO_3 = {"train_batch_size": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
-
-
-@pytest.fixture(autouse=True)
-def leave_the_group() -> Iterator[None]:
-    """``initialize`` of the namespace joins a group of one process, which other tests make themselves."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_defaults_aliases_and_former_keys() -> None:

@@ -157,3 +157,20 @@ def test_parameters_of_a_schedule_are_its_attributes() -> None:
     assert WarmupLR(optimizer_of(1.0, 1.0), warmup_max_lr=[0.1, 0.2]).max_lrs == [0.1, 0.2]
     cycle = OneCycle(optimizer_of(0.1, 0.2), [0.001, 0.002], 0.01, cycle_first_step_size=30, cycle_second_step_size=10)
     assert (cycle.min_lrs, cycle.max_lrs, cycle.step_ratio) == ([0.001, 0.002], [0.01, 0.01], 0.75)
+
+
+def test_a_cycle_tells_its_betas_and_a_warmup_its_share() -> None:
+    """The betas of the next step; the share is that of each group's own rate."""
+    optimizer = optimizer_of(0.1)
+    cycle = OneCycle(optimizer, 0.0, 0.1, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    for beta in (0.9, 0.85, 0.8, 0.85):
+        assert cycle.get_mom()[0] == pytest.approx((beta, 0.99))
+        optimizer.step()
+        cycle.step()
+    optimizer = optimizer_of(0.1, 0.2)
+    warmup = WarmupCosineLR(optimizer, total_num_steps=100, warmup_num_steps=10)
+    assert warmup.get_lr_ratio() == 0
+    optimizer.step()
+    warmup.step(1)
+    assert warmup.get_lr_ratio() == pytest.approx(math.log(2) / math.log(10))
+    assert warmup.get_last_lr() == pytest.approx([0.1 * warmup.get_lr_ratio(), 0.2 * warmup.get_lr_ratio()])

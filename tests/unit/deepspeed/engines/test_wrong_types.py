@@ -106,6 +106,7 @@ def pipeline(*arguments: Any, **named: Any) -> Callable[[], Any]:
 FUNCTIONS: list[tuple[Callable[[], Any], str]] = [
     (lambda: gptpar.estimate_memory(5, CONFIG), "model is of type int: a torch.nn.Module is needed."),
     (lambda: gptpar.estimate_memory(nn.Linear(2, 2), CONFIG, "x"), "world is 'x': it is the number of data-parallel"),
+    (lambda: gptpar.estimate_zero2_model_states_mem_needs_all_live(5), "model is of type int: a torch.nn.Module is"),
     (lambda: gptpar.estimate_zero3_model_states_mem_needs_all_live(None), "model is of type NoneType: a torch.nn.M"),
     (lambda: gptpar.estimate_zero2_model_states_mem_needs_all_cold("1B"), "total_params is of type str: a number is"),
     (lambda: gptpar.estimate_zero3_model_states_mem_needs_all_cold(10, 5, 0), "num_gpus_per_node is 0: it is at lea"),

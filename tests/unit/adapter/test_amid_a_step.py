@@ -75,10 +75,10 @@ def test_gradients_of_the_user_count_as_in_torch(edit: Edit, accumulates: int, u
     assert_close(model.parameters(), other.parameters(), atol=1e-13)
 
 
-# --- clipping --------------------------------------------------------------------------------------------------------
+# --- clipping -------------------------------------------------------------------------------------------------------
 
 
-CONFIG = {
+UNCLIPPED = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.0}},
@@ -91,7 +91,7 @@ def linear() -> nn.Linear:
 
 
 def after_backward(section: dict[str, Any], model: nn.Module) -> Any:
-    engine = gptpar.initialize(model=model, config=CONFIG | section)[0]
+    engine = gptpar.initialize(model=model, config=UNCLIPPED | section)[0]
     backward(engine)
     return engine
 
@@ -114,7 +114,7 @@ def backward(engine: Any) -> None:
         {"bf16": {"enabled": True}, "gradient_accumulation_steps": 2},
     ],
 )
-def test_it_is_refused_where_it_would_change_nothing(section: dict[str, Any]) -> None:
+def test_clipping_is_refused_where_it_would_change_nothing(section: dict[str, Any]) -> None:
     """Also of a list that was made beforehand, which knows no engine; the engine goes on afterwards."""
     model, plain = linear(), linear()
     parameters = list(model.parameters())
@@ -141,14 +141,14 @@ def test_it_is_refused_where_it_would_change_nothing(section: dict[str, Any]) ->
     assert clip_grad_norm_(engine.parameters(), 0.1) == 0
 
 
-def test_it_clips_where_gradients_are_shown() -> None:
+def test_clipping_clips_where_gradients_are_shown() -> None:
     engine = after_backward({"zero_optimization": {"stage": 0}}, linear())
     assert clip_grad_norm_(engine.parameters(), 0.125) > 100
     engine.step()
     assert engine.get_global_grad_norm() == pytest.approx(0.125, rel=1e-4)
 
 
-# --- weights and moments ---------------------------------------------------------------------------------------------
+# --- weights and moments --------------------------------------------------------------------------------------------
 
 
 STEPS = 4

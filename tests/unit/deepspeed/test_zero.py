@@ -52,7 +52,7 @@ def test_a_configuration_may_have_its_values() -> None:
     engine.close()
 
 
-# --- Init ------------------------------------------------------------------------------------------------------------
+# --- Init -----------------------------------------------------------------------------------------------------------
 
 
 def test_processes_meet_where_a_model_is_built() -> None:
@@ -127,7 +127,7 @@ def test_initialize_ends_the_zero_init_around_it() -> None:
     deepspeed.initialize(model=second, config=ZERO_3)
 
 
-# --- leaf modules ----------------------------------------------------------------------------------------------------
+# --- leaf modules ---------------------------------------------------------------------------------------------------
 
 
 class Experts(nn.ModuleList):

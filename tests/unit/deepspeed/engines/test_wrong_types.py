@@ -1,7 +1,7 @@
 """Arguments of the public API that have the wrong type are told in sentences that name them."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import gptpar
 from gptpar.errors import ConfigError, GptparError, is_whole
@@ -25,6 +25,11 @@ class WithoutLength(Dataset[int]):
 
 class Named(dict[int, int], Dataset[int]):
     """A data set that is a mapping, too."""
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter([7, 7])
 
 
 def make(**arguments: Any) -> Any:
@@ -69,7 +74,9 @@ def test_all_wrong_types_are_told_at_once() -> None:
     assert problems(distributed_port="a") == ["distributed_port is of type str: the number of a port is needed."]
 
 
-@pytest.mark.parametrize("data", [Named({0: 7, 1: 7}), torch.full((2,), 7), [7, 7]], ids=["mapping", "tensor", "list"])
+@pytest.mark.parametrize(
+    "data", [Named({0: 7, 1: 7}), torch.full((2,), 7), Stream()], ids=["mapping", "tensor", "stream"]
+)
 def test_data_that_can_be_read(data: Any) -> None:
     made, _, loader, _ = gptpar.initialize(model=nn.Linear(4, 1), config=CONFIG, training_data=data)
     assert next(iter(loader)).tolist() == [7, 7]

@@ -64,6 +64,19 @@ def test_frozen_parameters_miss_steps_as_in_torch(tmp_path: Path, name: str, rat
     assert_close(second.module.parameters(), in_plain_torch(name, groups_of, STEPS, freeze))
 
 
+def test_parameters_frozen_in_turns_miss_steps_as_in_torch() -> None:
+    """Other groups of the engine may have missed as many steps as the former ones, one by one."""
+
+    def freeze(model: nn.Sequential, step: int) -> None:
+        for place, parameter in enumerate(model.parameters()):
+            parameter.requires_grad_(step % 5 != place + 1)
+
+    engine = engine_of("AdamW", 0.6)
+    train(engine, 0, STEPS, by_batch=False, freeze=freeze)
+    engine.close()
+    assert_close(engine.module.parameters(), in_plain_torch("AdamW", nn.Module.parameters, STEPS, freeze))
+
+
 @pytest.mark.parametrize("by_batch", [True, False])
 def test_numbers_that_are_read_late_count_the_steps_of_those_frozen_then(by_batch: bool) -> None:
     """A GPU's engine reads a step's numbers in the next step."""

@@ -113,9 +113,7 @@ def test_what_later_steps_wrote_is_dropped_when_a_checkpoint_takes_the_engine_ba
     assert sorted(step for step, _ in drawn) == [6, 12, 18]
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_the_training_goes_on(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "csv").write_text("a file")
     engine = make(**monitors(tmp_path))
     train(engine, batches(1), 3)
@@ -142,9 +140,8 @@ def test_weights_and_biases_gets_the_curves_over_samples(tmp_path: Path, monkeyp
     assert others == [(6, {LOSS: pytest.approx(loss), RATE: 0.0}), "end"]
 
 
-def test_a_section_that_is_off_writes_nothing_and_needs_no_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_section_that_is_off_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And needs no package."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     off = {"enabled": False, "output_path": str(tmp_path), "job_name": "x"}
     engine = make(csv_monitor=off, tensorboard=off, wandb={"enabled": False, "project": "p"})

@@ -51,28 +51,24 @@ def muons(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and "embed" not in name
 
 
-def in_plain_torch(steps: int = STEPS) -> list[Tensor]:
+def in_plain_torch() -> list[Tensor]:
     """Each matrix of three-dimensional parameters is a parameter of torch's Muon by itself."""
     model = network()
-    named = dict(model.named_parameters())
-    pieces = {name: list(p.detach().reshape(-1, *p.shape[-2:]).clone()) for name, p in named.items() if muons(name, p)}
-    matrices = [nn.Parameter(piece) for several in pieces.values() for piece in several]
+    experts = nn.ParameterList([*model.experts.detach()])
+    del model.experts
+    model.experts = experts  # type: ignore[assignment]
+    matrices = [p for name, p in model.named_parameters() if muons(name, p)]
+    others = [p for name, p in model.named_parameters() if not muons(name, p)]
     muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1)
-    others = [p for name, p in named.items() if not muons(name, p)]
     adam = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    for step in range(steps):
+    for step in range(STEPS):
         model.zero_grad()
         loss_of(model, step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        gradients = [piece for name in pieces for piece in named[name].grad.reshape(-1, *named[name].shape[-2:])]
-        for matrix, gradient in zip(matrices, gradients, strict=True):
-            matrix.grad = gradient.clone()
         muon.step()
         adam.step()
-        left = iter(matrices)
-        for name, several in pieces.items():
-            named[name].data.copy_(torch.stack([next(left).data for _ in several]).view(named[name].shape))
-    return [p.detach() for p in model.parameters()]
+    del model.experts
+    return [torch.stack([*experts]), *model.parameters()]
 
 
 def make(ratio: float, **more: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gptpar
 from gptpar.errors import GptparError
+from tests.pairs import every_pair
 from tests.unit.adapter.beside_torch import KINDS, assert_close, batch, engine_of, loss_of, network
 
 Edit = Callable[[nn.Module], None]
@@ -154,9 +155,7 @@ def test_clipping_clips_where_gradients_are_shown() -> None:
 STEPS = 4
 
 
-@pytest.mark.parametrize("local", [False, True])
-@pytest.mark.parametrize("kind", ["weights", "exp_avg"])
-@pytest.mark.parametrize("ratio", [0.0, 0.4, 1.0])
+@every_pair(ratio=[0.0, 0.4, 1.0], kind=["weights", "exp_avg"], local=[False, True])
 def test_a_step_goes_on_from_what_was_set(ratio: float, kind: str, local: bool) -> None:
     engine, other = engine_of("AdamW", ratio, gradient_clipping=0.0), network()
     plain = torch.optim.AdamW(other.parameters(), **KINDS["AdamW"][2])

@@ -193,9 +193,18 @@ def test_the_groups_are_live_and_the_engine_acts() -> None:
     assert "weight_decay: 0.2" in repr(optimizer)
 
 
+def test_a_state_dict_is_the_groups_numbers() -> None:
+    first, second = returned(0.1, 0.2), returned(1.0, 1.0)
+    first.param_groups[1]["initial_lr"] = 0.7
+    held = second.param_groups[1]
+    second.load_state_dict(first.state_dict())
+    assert second.hyperparameters() == first.hyperparameters()
+    assert held is second.param_groups[1] and held["initial_lr"] == 0.7 and len(held["params"][0]) == 2
+    assert first.state_dict()["state"] == {}
+
+
 def test_what_the_returned_optimizer_cannot_do() -> None:
     optimizer = returned(0.1)
-    assert optimizer.state_dict()["state"] == {}
     with pytest.raises(GptparError, match=r"^optimizer.step\(closure\) differentiates a loss itself"):
         optimizer.step(lambda: 0.0)
     with pytest.raises(GptparError, match="^a parameter group was added after gptpar.initialize"):

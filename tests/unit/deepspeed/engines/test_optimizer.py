@@ -164,9 +164,8 @@ def test_parameters_that_cannot_be() -> None:
     ]
     for parameter in module.parameters():
         parameter.requires_grad_(False)
-    assert problems(None, None, module) == [
-        "there is no trainable parameter in the groups: set requires_grad before gptpar.initialize."
-    ]
+    told = "there is no trainable parameter in the groups: set requires_grad before gptpar.initialize."
+    assert problems(None, None, module) == problems(None, module.parameters(), module) == [told]
 
 
 # --- the returned optimizer -----------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """Optimizers beside torch's own in fp64: a network, its losses, and what a plain loop makes of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+import gptpar
+
 CLIP = 0.4
+GroupsOf = Callable[[Any], Any]
+"""A module -> what its optimizer gets: parameters, or groups of them."""
 
 
 class Lion(torch.optim.Optimizer):
@@ -65,7 +69,7 @@ def loss_of(model: Any, step: int) -> torch.Tensor:
 
 def in_plain_torch(
     name: str,
-    groups_of: Callable[[nn.Sequential], list[dict[str, Any]]],
+    groups_of: GroupsOf,
     steps: int,
     before_step: Callable[[nn.Sequential, int], None] = lambda model, step: None,
 ) -> list[torch.Tensor]:
@@ -89,3 +93,22 @@ def make_config(ratio: float, **more: Any) -> dict[str, Any]:
         "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
         **more,
     }
+
+
+def engine_of(name: str, ratio: float, groups_of: GroupsOf = nn.Module.parameters, **more: Any) -> Any:
+    """An engine of the network that takes over torch's optimizer; ``more``: of the configuration, and ``dtype``."""
+    _, kind, params = KINDS[name]
+    model = network(more.pop("dtype", torch.float64))
+    optimizer = kind(groups_of(model), **params)
+    return gptpar.initialize(model=model, config=make_config(ratio, **more), optimizer=optimizer)[0]
+
+
+def train(engine: Any, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+
+
+def assert_close(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], atol: float = 1e-12) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=atol)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 
@@ -15,6 +16,9 @@ def tiny_hf(name: str) -> nn.Module:
             transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, n_positions=8, **vocabulary)
         ),
         "Llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**small, **vocabulary)),
+        "Llama in bfloat16": lambda: transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**small, **vocabulary), dtype=torch.bfloat16
+        ),
         "T5": lambda: transformers.T5ForConditionalGeneration(
             transformers.T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2, **vocabulary)
         ),

@@ -44,25 +44,10 @@ def assert_same_distributions(values: dict[str, torch.Tensor], build: Callable[[
                 assert abs(got.std() / wanted.std() - 1).item() <= 5 / math.sqrt(count), name
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama", pytest.param("T5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Llama in bfloat16", pytest.param("T5", marks=pytest.mark.slow)])
 def test_transformers_are_built(name: str):
-    pytest.importorskip("transformers")
-    values = made(lambda: tiny_hf(name))
-    assert_same_distributions(values, lambda: tiny_hf(name))
+    assert_same_distributions(made(lambda: tiny_hf(name)), lambda: tiny_hf(name))
     assert len(constants(lambda: tiny_hf(name))) > 0
-
-
-def test_transformers_in_bfloat16():
-    transformers = pytest.importorskip("transformers")
-    config = tiny_hf("Llama").config
-
-    def build() -> nn.Module:
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-    values = made(build)
-    assert_same_distributions(values, build)
-    assert values["model.embed_tokens.weight"].dtype == torch.bfloat16
-    assert values["model.rotary_emb.inv_freq"].dtype == torch.float32
 
 
 class Oddities(nn.Module):
@@ -118,17 +103,12 @@ def test_every_way_to_give_values():
 
 OPERATORS: dict[str, Callable[[], torch.Tensor]] = {
     "singular values": lambda: torch.linalg.svd(torch.arange(16.0).view(4, 4)).S,
-    "Fourier transform": lambda: torch.fft.fft(torch.arange(4.0)).abs(),
     "conjugate": lambda: torch.complex(torch.ones(2), torch.arange(2.0)).conj().imag,
     "integers divided": lambda: torch.arange(9) / 7,
     "unique": lambda: torch.unique(torch.tensor([1.0, 2.0, 1.0])),
-    "where": lambda: torch.arange(5)[torch.arange(5) > 2],
-    "mask": lambda: torch.zeros(5).masked_fill(torch.arange(5) > 2, 3.0),
-    "sorted": lambda: torch.tensor([3, 1, 2]).sort().values,
     "list of tensors": lambda: torch.tensor([torch.tensor(1.0), *torch.linspace(0, 1, 3)]),
     "foreach": lambda: torch._foreach_mul([torch.ones(2), torch.arange(3.0)], 2.0)[1],
     "out": lambda: torch.eye(3, out=torch.empty(3, 3)),
-    "einsum": lambda: torch.einsum("i,j->ij", torch.arange(2.0), torch.arange(3.0)),
     "text": lambda: torch.ones(int(f"{torch.tensor(2):d}")),
     "loop": lambda: torch.tensor([1.0 if row.sum() > 2 else 0.0 for row in torch.arange(6).view(3, 2)]),
     "transposed in place": lambda: torch.arange(6).view(2, 3).t_(),
@@ -166,18 +146,6 @@ def parametrized() -> nn.Module:
     )
 
 
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "attention": lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=8, add_bias_kv=True),
-    "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
-    "norms": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(2, 4), nn.InstanceNorm1d(3, True, True), nn.PReLU()),
-    "convolutions": lambda: nn.Sequential(nn.Conv1d(3, 4, 3), nn.ConvTranspose2d(3, 4, 3), nn.Conv3d(2, 2, 2)),
-    "recurrent": lambda: nn.Sequential(nn.LSTM(8, 8, 2, bidirectional=True), nn.GRU(4, 4), nn.RNNCell(4, 4)),
-    "embeddings": lambda: nn.Sequential(nn.Embedding(9, 8, padding_idx=2), nn.EmbeddingBag(9, 4)),
-    "parametrized": parametrized,
-    "initialisers": lambda: initialised(),
-}
-
-
 def initialised() -> nn.Module:
     layers = nn.ModuleList(nn.Conv2d(8, 8, 3) for _ in range(5)).append(nn.Linear(20, 20))
     nn.init.dirac_(layers[0].weight, 2)
@@ -187,6 +155,24 @@ def initialised() -> nn.Module:
     nn.init.eye_(layers[5].weight)
     nn.init.sparse_(layers[5].weight, 0.4)
     return layers
+
+
+def lazy() -> nn.Module:
+    layer = nn.LazyLinear(8)
+    layer(torch.ones(1, 64))
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "attention": lambda: nn.MultiheadAttention(16, 4, kdim=8, vdim=8, add_bias_kv=True),
+    "transformer": lambda: nn.Transformer(16, 4, 2, 2, 32, batch_first=True),
+    "norms": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(2, 4), nn.InstanceNorm1d(3, True, True), nn.PReLU()),
+    "recurrent": lambda: nn.Sequential(nn.LSTM(8, 8, 2, bidirectional=True), nn.GRU(4, 4), nn.RNNCell(4, 4)),
+    "embeddings": lambda: nn.Sequential(nn.Embedding(9, 8, padding_idx=2), nn.EmbeddingBag(9, 4)),
+    "parametrized": parametrized,
+    "initialisers": initialised,
+    "lazy": lazy,
+}
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -208,6 +194,7 @@ def test_values_depend_on_the_seed_alone():
     names = tensors_of(module)
     forwards = {name: recording.make(tensor) for name, tensor in names.items()}
     torch.manual_seed(5)
+    state = torch.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
         backwards = {name: recording.make(names[name]) for name in reversed(names)}
@@ -216,6 +203,7 @@ def test_values_depend_on_the_seed_alone():
     with ThreadPoolExecutor(4) as pool:
         threads = dict(zip(names, pool.map(recording.make, names.values()), strict=True))
     again, other = made(Oddities), made(Oddities, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)  # of the process
     for name, value in forwards.items():
         for same in (backwards, threads, again):
             assert torch.equal(value, same[name]) and value.dtype == same[name].dtype, name
@@ -223,19 +211,12 @@ def test_values_depend_on_the_seed_alone():
     assert not torch.equal(forwards["cast.weight"], other["cast.weight"])
 
 
-def test_the_random_state_of_the_process_stays():
-    torch.manual_seed(3)
-    expected = torch.rand(2)
-    torch.manual_seed(3)
-    made(Oddities)
-    assert torch.equal(torch.rand(2), expected)
-
-
-def test_contexts_in_each_other():
+def test_contexts_in_each_other() -> None:
     with gptpar.deferred_init(seed=0) as outer, gptpar.deferred_init(seed=1) as inner:
-        tensor = torch.randn(3)
+        tensor, next_one = torch.randn(3), torch.randn(3)
     assert outer.knows(tensor) and inner.knows(tensor)
     assert not torch.equal(outer.make(tensor), inner.make(tensor))
+    assert not torch.equal(outer.make(tensor), outer.make(next_one))
 
 
 def test_a_generator_of_the_constructor_is_not_used():
@@ -247,12 +228,3 @@ def test_a_generator_of_the_constructor_is_not_used():
 
     first, second = made(lambda: build(1)), made(lambda: build(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_lazy_modules_get_their_shapes_in_the_context():
-    def build() -> nn.Module:
-        layer = nn.LazyLinear(8)
-        layer(torch.ones(1, 64))
-        return layer
-
-    assert_same_distributions(made(build), build)

@@ -1,6 +1,7 @@
 """Torch's stance towards compiled code is as it was, however the first passes of engines overlap and end."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ def stance() -> str:
     return torch._dynamo.eval_frame._stance.stance
 
 
-def make_engine(accumulation: int = 1, model: nn.Module | None = None) -> ModuleEngine:
+def make_engine(accumulation: int = 1, **given: Any) -> ModuleEngine:
     """Its parameters come and go, so its first pass is watched."""
     zero = {"stage": 3, "offload_param": {"device": "cpu"}}
     sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
     config = {**sizes, "optimizer": {"type": "AdamW"}, "zero_optimization": zero}
-    return gptpar.initialize(model=model or nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config=config)[0]
+    return gptpar.initialize(model=nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), config=config, **given)[0]
 
 
 def loss_of(engine: ModuleEngine) -> torch.Tensor:
@@ -31,21 +32,6 @@ def is_observed(engine: ModuleEngine) -> bool:
     """Whether the next backward pass is observed, which it is exactly while code runs uncompiled."""
     assert (stance() == "force_eager") == engine._stage.observes_backward
     return engine._stage.observes_backward
-
-
-class Witness(nn.Linear):
-    """A layer that records torch.compile's stance in each of its forward and backward passes."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        self.stances: list[str] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.stances.append(f"forward {stance()}")
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda _: self.stances.append(f"backward {stance()}"))
-        return y.sum()
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +53,26 @@ def test_first_passes_that_overlap() -> None:
         engine.close()
 
 
-def test_forward_without_backward() -> None:
+def test_the_users_stance_is_restored_after_passes_errors_and_a_forward_pass_alone() -> None:
+    engine = make_engine()
+    with pytest.raises(RuntimeError):
+        engine(torch.ones(2, 4))
+    assert stance() == "default"
+    loss = loss_of(engine)
+    loss.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.backward(loss)
+    assert stance() == "default"
+    with torch.compiler.set_stance("eager_on_recompile"):
+        loss = loss_of(engine)
+        assert stance() == "force_eager"
+        engine.backward(loss)
+        assert stance() == "eager_on_recompile"
+    engine.close()
     engine = make_engine()
     engine(torch.ones(2, 3))
     assert stance() == "force_eager"
     engine.close()
-    assert stance() == "default"
 
 
 def test_of_an_accumulation_the_first_micro_batch_is_observed() -> None:
@@ -89,32 +89,33 @@ def test_of_an_accumulation_the_first_micro_batch_is_observed() -> None:
 
 
 def test_of_a_batch_the_first_micro_batch_is_observed() -> None:
-    witness = Witness()
-    engine = make_engine(3, witness)
+    stances = []
+
+    def noted(y: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        stances.append(stance())
+        y.register_hook(lambda _: stances.append(stance()))
+        return y.sum()
+
+    engine = make_engine(3, loss_fn=noted)
     engine.train_batch(iter([torch.ones(2, 3)] * 3))
-    uncompiled, compiled = ([f"forward {one}", f"backward {one}"] for one in ("force_eager", "default"))
-    assert witness.stances == uncompiled + 2 * compiled
-    engine.close()
+    assert stances == 2 * ["force_eager"] + 4 * ["default"]
 
 
-def test_a_forward_pass_that_ran_uncompiled_is_recomputed_uncompiled() -> None:
-    engine, observed = make_engine(3), []
-    for loss in [loss_of(engine), loss_of(engine)]:
-        engine.backward(loss)
-        engine.step()
-        observed.append(is_observed(engine))
-    assert observed == [True, False]
-    engine.close()
-
-
-def test_two_forward_passes_of_a_loss_are_observed_to_the_end_of_the_step() -> None:
-    engine, observed = make_engine(2), []
+def test_two_forward_passes_before_their_backward_passes() -> None:
+    """What ran uncompiled is recomputed uncompiled; two passes of one loss are observed to the end of the step."""
+    apart, together = make_engine(3), make_engine(2)
+    observed = []
+    for loss in [loss_of(apart), loss_of(apart)]:
+        apart.backward(loss)
+        apart.step()
+        observed.append(is_observed(apart))
+    apart.close()
     for _ in range(2):
-        engine.backward(loss_of(engine) + loss_of(engine))
-        engine.step()
-        observed.append(is_observed(engine))
-    assert observed == [True, False]
-    engine.close()
+        together.backward(loss_of(together) + loss_of(together))
+        together.step()
+        observed.append(is_observed(together))
+    assert observed == [True, False, True, False]
+    together.close()
 
 
 def test_a_step_that_is_dropped_is_observed_no_more() -> None:
@@ -129,26 +130,3 @@ def test_a_step_that_is_dropped_is_observed_no_more() -> None:
         drop(engine)
         assert not is_observed(engine)
         engine.close()
-
-
-def test_errors() -> None:
-    engine = make_engine()
-    with pytest.raises(RuntimeError):
-        engine(torch.ones(2, 4))
-    assert stance() == "default"
-    loss = engine(torch.ones(2, 3)).sum()
-    loss.register_hook(lambda grad: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        engine.backward(loss)
-    assert stance() == "default"
-    engine.close()
-
-
-def test_the_users_stance_is_restored() -> None:
-    engine = make_engine()
-    with torch.compiler.set_stance("eager_on_recompile"):
-        loss = engine(torch.ones(2, 3)).sum()
-        assert stance() == "force_eager"
-        engine.backward(loss)
-        assert stance() == "eager_on_recompile"
-    engine.close()

@@ -5,18 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-import gptpar
 from gptpar.errors import GptparError
-from tests.unit.adapter.beside_torch import KINDS, loss_of, make_config, network
+from tests.unit.adapter.beside_torch import engine_of, train
 
 
 def trained(**zero: Any) -> Any:
     """An engine after a step, whose parameters are guarded: they are still being updated, or in host memory."""
-    (_, kind, params), model, config = KINDS["AdamW"], network(torch.float32), make_config(1.0)
-    config["zero_optimization"] |= zero
-    engine = gptpar.initialize(model=model, config=config, optimizer=kind(model.parameters(), **params))[0]
-    engine.backward(loss_of(engine, 0))
-    engine.step()
+    offload = {"offload_optimizer": {"device": "cpu", "ratio": 1.0}}
+    engine = engine_of("AdamW", 1.0, dtype=torch.float32, zero_optimization={"stage": 0, **offload, **zero})
+    train(engine, 0, 1)
     return engine
 
 

@@ -1,5 +1,7 @@
 """Which parameters of a stranger's module lie together, and which modules are refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -20,17 +22,6 @@ class Block(nn.Module):
 
 class OtherBlock(Block):
     pass
-
-
-class MoE(nn.Module):
-    """A block with a router and a list of experts, which are repeated as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(4, 3), nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum(self.router(x)[..., [i]] * expert(x) for i, expert in enumerate(self.experts))
 
 
 class Model(nn.Module):
@@ -66,117 +57,103 @@ def assert_complete(model: nn.Module, plan: UnitPlan) -> None:
     assert all(path in modules for path in paths(plan)) and paths(plan)[0] == ""
 
 
-def complete_plan(model: nn.Module) -> UnitPlan:
-    plan = find_units(model)
+def complete_plan(model: nn.Module, *classes: str) -> UnitPlan:
+    plan = find_units(model, classes)
     assert_complete(model, plan)
     return plan
 
 
-BLOCKS = {
-    "GPT-2": [f"transformer.h.{i}" for i in range(3)],
-    "Llama": [f"model.layers.{i}" for i in range(3)],
-    "T5": [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)],
+def with_experts() -> nn.Module:
+    block = OtherBlock()
+    block.experts = nn.ModuleList(Block() for _ in range(3))
+    return block
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
+
+
+def single_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Block(), OtherBlock(), nn.Linear(4, 4))
+
+
+def parametrized_layers() -> nn.Module:
+    return nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)))
+
+
+def inner_lists() -> nn.Module:
+    """A list has no forward before which its parameters could be brought."""
+    pairs = nn.ModuleList(nn.ModuleList([Block(), OtherBlock()]) for _ in range(2))
+    return Model(pairs=pairs, named=nn.ModuleDict({"left": Block(), "right": Block()}))
+
+
+def shared_block() -> nn.Module:
+    block = Block()
+    return Model(head=nn.Linear(4, 4), layers=nn.ModuleList([block, block, block]), again=block)
+
+
+def block_inside_another() -> nn.Module:
+    """By a second path: it belongs to the whole model."""
+    blocks = nn.ModuleList([Block(), Block(), Block()])
+    blocks[1].helper = blocks[0]
+    return Model(blocks=blocks)
+
+
+def cnn() -> nn.Module:
+    """With buffers, of which some have two names."""
+    stages = (nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)) for _ in range(2))
+    shared = nn.BatchNorm2d(3)
+    return Model(stages=nn.Sequential(*stages), norm=shared, same=shared)
+
+
+T5_BLOCKS = [f"{half}.block.{i}" for half in ("encoder", "decoder") for i in range(3)]
+LAYERS = ["layers.0", "layers.1"]
+BLOCKS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
+    "GPT-2": (lambda: tiny_hf("GPT-2"), [f"transformer.h.{i}" for i in range(3)]),
+    "Llama": (lambda: tiny_hf("Llama"), [f"model.layers.{i}" for i in range(3)]),
+    "T5": (lambda: tiny_hf("T5"), T5_BLOCKS),
+    "torch's": (encoder, LAYERS),
+    "inner lists": (inner_lists, [*(f"pairs.{i}.{j}" for i in (0, 1) for j in (0, 1)), "named.left", "named.right"]),
+    "numbered children": (lambda: Model(**{"0": Block(), "1": Block(), "head": Block()}), ["0", "1"]),
+    "blocks with experts": (lambda: Model(layers=nn.Sequential(with_experts(), with_experts())), LAYERS),
+    "a shared block": (shared_block, ["layers.0"]),
+    "a block inside another": (block_inside_another, ["blocks.1", "blocks.2"]),
+    "stages of a CNN": (cnn, ["stages.0", "stages.1"]),
+    "single layers and classes": (single_layers, []),
+    "parametrized layers": (parametrized_layers, []),
 }
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_blocks_of_transformers_are_units(name: str):
-    model = tiny_hf(name)
+def test_blocks_are_units(name: str):
+    build, blocks = BLOCKS[name]
+    model = build()
     plan = complete_plan(model)
-    assert paths(plan) == ["", *BLOCKS[name]]
-    for path in BLOCKS[name]:
+    assert paths(plan) == ["", *blocks]
+    for path in blocks:
         inside = tuple(n for n, _ in model.named_parameters() if n.startswith(path + "."))
         assert groups(plan)[path] == inside
 
 
 def test_blocks_are_found_by_class_name():
     model = tiny_hf("T5")
-    plan = find_units(model, ["T5LayerFF", "T5LayerSelfAttention"])
-    assert_complete(model, plan)
-    expected = [f"{half}.block.{i}.layer.{j}" for half, j in (("encoder", 1), ("decoder", 2)) for i in range(3)]
-    attention = [f"{half}.block.{i}.layer.0" for half in ("encoder", "decoder") for i in range(3)]
-    assert sorted(paths(plan)) == sorted(["", *expected, *attention])
-    outermost = find_units(model, ["T5LayerFF", "T5Block"])
-    assert paths(outermost) == ["", *BLOCKS["T5"]]
-
-
-def test_unknown_class_names_those_there_are():
-    model = Model(blocks=nn.ModuleList(Block() for _ in range(2)), drop=nn.Dropout())
-    with pytest.raises(ModelError) as error:
-        find_units(model, ["Blok", "ModuleList"])
-    assert len(error.value.problems) == 2
-    assert "no module of the class Blok in the model; there are ['Block', 'Linear']" in str(error.value)
-    assert "ModuleList have no parameters or no forward" in str(error.value)
-
-
-def test_experts_and_inner_blocks_stay_inside():
-    model = Model(embed=nn.Embedding(5, 4), layers=nn.Sequential(MoE(), MoE()))
-    plan = complete_plan(model)
-    assert paths(plan) == ["", "layers.0", "layers.1"]
-    assert len(groups(plan)["layers.0"]) == 2 + 3 * 3
-
-
-def test_shared_block_is_one_scope():
-    block = Block()
-    model = Model(head=nn.Linear(4, 4), layers=nn.ModuleList([block, block, block]), again=block)
-    plan = complete_plan(model)
-    assert paths(plan) == ["", "layers.0"]
-    assert plan.aliases["again.first.weight"] == plan.aliases["layers.2.first.weight"] == "layers.0.first.weight"
-
-
-def test_block_inside_another_by_a_second_path_belongs_to_the_whole_model():
-    blocks = nn.ModuleList([Block(), Block(), Block()])
-    blocks[1].helper = blocks[0]
-    plan = find_units(Model(blocks=blocks))
-    assert_complete(Model(blocks=blocks), plan)
-    assert paths(plan) == ["", "blocks.1", "blocks.2"]
-    assert groups(plan)["(root)"] == ("blocks.0.first.weight", "blocks.0.first.bias", "blocks.0.second.weight")
+    plan = complete_plan(model, "T5LayerFF", "T5LayerSelfAttention")
+    feed_forward = [f"{half}.block.{i}.layer.{j}" for half, j in (("encoder", 1), ("decoder", 2)) for i in range(3)]
+    assert sorted(paths(plan)) == sorted(["", *feed_forward, *(f"{block}.layer.0" for block in T5_BLOCKS)])
+    assert paths(find_units(model, ["T5LayerFF", "T5Block"])) == ["", *T5_BLOCKS]  # the outermost
+    with pytest.raises(ModelError, match="ModuleList have no parameters or no forward"):
+        find_units(model, ["ModuleList"])
 
 
 def test_parameters_shared_by_blocks_belong_to_the_whole_model():
     blocks = nn.ModuleList([Block(), Block()])
     blocks[1].second = blocks[0].second
     blocks[1].first.bias = blocks[0].first.bias
-    model = Model(blocks=blocks)
-    plan = complete_plan(model)
-    assert groups(plan) == {
+    assert groups(complete_plan(Model(blocks=blocks))) == {
         "blocks.0": ("blocks.0.first.weight",),
         "(root)": ("blocks.0.first.bias", "blocks.0.second.weight"),
         "blocks.1": ("blocks.1.first.weight",),
     }
-
-
-def test_single_layers_and_single_classes_are_no_blocks():
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), Block(), OtherBlock(), nn.Linear(4, 4))
-    plan = complete_plan(model)
-    assert paths(plan) == [""] and list(groups(plan)) == ["(root)"]
-
-
-def test_parametrized_layers_are_single_layers():
-    layers = [nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)]
-    model = nn.Sequential(*layers)
-    plan = complete_plan(model)
-    assert paths(plan) == [""]
-
-
-def test_torch_layers_with_inner_modules_are_blocks():
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 2, enable_nested_tensor=False)
-    plan = complete_plan(model)
-    assert paths(plan) == ["", "layers.0", "layers.1"]
-
-
-def test_elements_of_inner_lists_are_blocks():
-    """A list has no forward before which its parameters could be brought."""
-    pairs = nn.ModuleList(nn.ModuleList([Block(), OtherBlock()]) for _ in range(2))
-    named = nn.ModuleDict({"left": Block(), "right": Block()})
-    model = Model(pairs=pairs, named=named)
-    plan = complete_plan(model)
-    assert paths(plan) == ["", "pairs.0.0", "pairs.0.1", "pairs.1.0", "pairs.1.1", "named.left", "named.right"]
-
-
-def test_numbered_children_are_elements():
-    model = Model(**{"0": Block(), "1": Block(), "head": Block()})
-    assert paths(find_units(model)) == ["", "0", "1"]
 
 
 def test_large_parameters_of_the_root_are_units_alone():
@@ -213,18 +190,6 @@ def test_each_dtype_and_frozen_parameters_have_units_of_their_own():
     assert [unit.trainable for unit in plan.units] == [True, False, True, False]
 
 
-def test_cnn_with_batch_norm_names_its_buffers():
-    def stage() -> nn.Sequential:
-        return nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3))
-
-    shared = nn.BatchNorm2d(3)
-    model = Model(stages=nn.Sequential(stage(), stage()), norm=shared, same=shared)
-    plan = complete_plan(model)
-    assert paths(plan) == ["", "stages.0", "stages.1"]
-    assert len(plan.buffers) == 9
-    assert plan.aliases["same.running_var"] == "norm.running_var"
-
-
 def test_no_parameters_none_and_a_child_that_refers_to_its_parent():
     assert find_units(nn.ReLU()) == UnitPlan(find_units(nn.ReLU()).scopes, (), (), {})
     model = Model(blocks=nn.ModuleList(Block() for _ in range(2)), nothing=None)
@@ -234,6 +199,9 @@ def test_no_parameters_none_and_a_child_that_refers_to_its_parent():
     plan = find_units(model)
     assert paths(plan) == ["", "blocks.0", "blocks.1"]
     assert groups(plan)["(root)"] == ("scalar", "empty")
+    memory = torch.zeros(8)
+    neighbours = nn.ParameterDict({"left": memory[:4], "right": memory[4:]})  # no views of one another
+    assert groups(find_units(neighbours)) == {"(root)": ("left", "right")}
 
 
 def test_everything_refused_is_told_at_once():
@@ -265,10 +233,3 @@ def test_everything_refused_is_told_at_once():
         "view lies in the memory of base, but is not the same object",
         "copy lies in the memory of base, but is not the same object",
     ]
-
-
-def test_neighbours_in_one_memory_are_no_views_of_one_another():
-    memory = torch.zeros(8)
-    model = Model()
-    model.left, model.right = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])
-    assert groups(find_units(model)) == {"(root)": ("left", "right")}

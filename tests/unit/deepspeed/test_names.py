@@ -26,6 +26,7 @@ def test_each_name_of_each_module_is_there_or_refused() -> None:
         module = importlib.import_module(f"gptpar.deepspeed.{place}".rstrip("."))
         for name in names.split():
             assert getattr(module, name) is not None, (place, name)
+    assert deepspeed.comm.all_reduce is torch.distributed.all_reduce
 
 
 def test_a_refused_name_can_be_imported_and_says_what_to_do_instead() -> None:
@@ -38,23 +39,14 @@ def test_a_refused_name_can_be_imported_and_says_what_to_do_instead() -> None:
     assert not isinstance(deepspeed.zero, deepspeed.InferenceEngine)
 
 
-def test_a_name_that_deepspeed_lacks_is_no_attribute() -> None:
+def test_what_is_absent_is_no_attribute_and_a_known_module_says_what_to_do_instead() -> None:
     assert not hasattr(deepspeed, "initialise") and not hasattr(deepspeed.zero, "init")
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("gptpar.deepspeed.runtime.nothing")
-
-
-def test_an_absent_module_says_what_to_do_instead() -> None:
     with pytest.raises(ImportError, match=r"deepspeed.launcher.launch is not in gptpar: start programs by `gptpar la"):
         importlib.import_module("gptpar.deepspeed.launcher.launch")
     with pytest.raises(ImportError, match=r"cannot import name 'call_to_str' from .*deepspeed\.toml"):
         from gptpar.deepspeed.runtime.utils import call_to_str  # noqa: F401
-
-
-def test_functions_of_torch_distributed_are_in_comm() -> None:
-    import torch.distributed as dist
-
-    assert deepspeed.comm.all_reduce is dist.all_reduce
 
 
 def test_the_stand_in_says_the_version() -> None:
@@ -84,9 +76,7 @@ class Head(nn.Linear):
 
 
 @pytest.mark.parametrize("more", [{}, {"offload_param": {"device": "cpu"}}], ids=["stay", "come and go"])
-def test_the_stand_in_gives_a_saved_weight_deepspeeds_status(
-    more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stand_in_gives_a_saved_weight_deepspeeds_status(more: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(torch.Tensor, "ds_status", None, raising=False)
     runpy.run_path(str(STAND_IN / "deepspeed/__init__.py"), run_name="deepspeed")

@@ -29,32 +29,25 @@ def mpu(rank: int) -> Any:
     return types.SimpleNamespace(get_model_parallel_rank=lambda: rank)
 
 
+def drawn_in_the_state() -> float:
+    with checkpointing.get_cuda_rng_tracker().fork():
+        return drawn()
+
+
 def test_the_two_states_have_megatrons_seeds() -> None:
-    for rank in (0, 3):
-        checkpointing.configure(mpu(rank))
+    """Of the processes that divide a layer, which another configuration keeps."""
+    for configured, rank in ((mpu(0), 0), (mpu(3), 3), (None, 3)):
+        checkpointing.configure(configured, checkpoint_in_cpu=configured is None)
         checkpointing.model_parallel_cuda_manual_seed(7)
-        with checkpointing.get_cuda_rng_tracker().fork():
-            inside = [drawn(), drawn()]
-        outside = drawn()
+        inside, outside = [drawn_in_the_state(), drawn_in_the_state()], drawn()
         torch.manual_seed(7)
         assert outside == drawn()
         torch.manual_seed(7 + 2718 + rank)
         assert inside == [drawn(), drawn()]
     checkpointing.model_parallel_reconfigure_tp_seed(8)
-    with checkpointing.get_cuda_rng_tracker().fork():
-        inside = [drawn()]
+    inside = [drawn_in_the_state()]
     torch.manual_seed(8 + 2718 + 3)
     assert inside == [drawn()]
-
-
-def test_another_configuration_keeps_the_processes_that_divide_a_layer() -> None:
-    checkpointing.configure(mpu(3))
-    checkpointing.configure(None, checkpoint_in_cpu=True)
-    checkpointing.model_parallel_cuda_manual_seed(7)
-    with checkpointing.get_cuda_rng_tracker().fork():
-        inside = drawn()
-    torch.manual_seed(7 + 2718 + 3)
-    assert inside == drawn()
 
 
 def test_a_state_goes_on_where_it_was_left() -> None:

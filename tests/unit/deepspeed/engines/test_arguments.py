@@ -44,26 +44,23 @@ def test_places_are_deepspeeds() -> None:
 def test_command_line(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(config(3)))
     parser = argparse.ArgumentParser()
-    parser.add_argument("--local_rank", type=int, default=-1)
     assert gptpar.add_config_arguments(parser) is parser
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(tmp_path / "ds.json")])
     assert args.deepspeed is True and micro_batch_of(args=args) == 3
     nothing = parser.parse_args([])
     assert (nothing.deepspeed, nothing.deepspeed_config) == (False, None)
     assert micro_batch_of(args=nothing, config=config()) == 2
-    assert "--deepspeed_config JSON" in parser.format_help()
 
 
-def test_precedence(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(config(5)))
-    assert micro_batch_of(config_params=config(4)) == 4
-    assert micro_batch_of(config_params=path) == 5
-    assert micro_batch_of(config=config(3), config_params=config(4)) == 3
-    assert micro_batch_of(args=Namespace(deepspeed=str(path))) == 5
-    assert micro_batch_of(args=Namespace(deepspeed=str(path)), config_params=config(4)) == 4
-    assert micro_batch_of(args=Namespace(deepscale_config=str(path))) == 5
-    assert micro_batch_of(args=Namespace(deepspeed=config(7), deepspeed_config=str(path))) == 5
+def test_which_of_several_configurations_counts() -> None:
+    """``config``, then its former name, then what ``args.deepspeed`` is if it is no flag, then its oldest name."""
+    named = Namespace(deepspeed="ds.json", deepscale_config="old.json")
+    assert micro_batch_of(config_params=config(4)) == micro_batch_of(args=Namespace(deepspeed=config(4))) == 4
+    assert chosen_config(config(3), config(4), named) == config(3)
+    assert chosen_config(None, config(4), named) == config(4)
+    assert chosen_config(None, None, named) == "ds.json"
+    assert chosen_config(None, None, Namespace(deepscale_config="old.json")) == "old.json"
+    assert chosen_config(None, None, Namespace(deepspeed=config(7), deepspeed_config="ds.json")) is None
     for flag in (True, False, None, ""):
         assert chosen_config(None, None, Namespace(deepspeed=flag)) is None
 
@@ -72,24 +69,25 @@ def test_precedence(tmp_path: Path) -> None:
 
 
 def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(**given: Any) -> Namespace:
+        take_arguments(args := Namespace(**given), None, None, world=4, is_pipeline=False)
+        return args
+
     monkeypatch.setenv("LOCAL_RANK", "2")
-    for given in (-1, None, 2):
-        args = Namespace(local_rank=given)
-        take_arguments(args, None, None, world=4, is_pipeline=False)
-        assert args.local_rank == 2
-    take_arguments(args := Namespace(), None, None, world=4, is_pipeline=False)
-    assert not hasattr(args, "local_rank")
+    assert [taken(local_rank=given).local_rank for given in (-1, 0, None, 2)] == [2] * 4
+    assert not hasattr(taken(), "local_rank")
     for given, said in ((1, "args.local_rank is 1, .* number 2 of its machine"), ("2", "of type str")):
         with pytest.raises(ConfigError, match=said):
-            take_arguments(Namespace(local_rank=given), None, None, world=4, is_pipeline=False)
+            taken(local_rank=given)
     monkeypatch.delenv("LOCAL_RANK")
-    take_arguments(args := Namespace(local_rank=3), None, None, world=4, is_pipeline=False)
-    assert args.local_rank == 3  # nobody else says where this process is
+    assert taken(local_rank=3).local_rank == 3  # nobody else says where this process is
 
 
 def test_a_unit_of_data_parallelism_alone() -> None:
     mpu = unit(1, model_parallel=1, tensor_model_parallel=1, pipeline_model_parallel=1)
     assert micro_batch_of(mpu=mpu, mesh_param=(1, 1), config=config()) == 2
+    with pytest.raises(ConfigError, match="beside a pipeline"):
+        gptpar.initialize(model=[nn.Linear(2, 1)], mpu=mpu, config=config())
 
 
 @pytest.mark.parametrize(
@@ -106,11 +104,6 @@ def test_other_units(mpu: Any, said: list[str]) -> None:
         take_arguments(None, mpu, (2, 2), world=4, is_pipeline=False)
     for sentence in [*said, r"mesh_param is \(2, 2\), .* \(4, 1\)"]:
         caught.match(sentence)
-
-
-def test_a_unit_beside_a_pipeline() -> None:
-    with pytest.raises(ConfigError, match="beside a pipeline"):
-        gptpar.initialize(model=[nn.Linear(2, 1)], mpu=unit(), config=config())
 
 
 def test_meeting(monkeypatch: pytest.MonkeyPatch) -> None:

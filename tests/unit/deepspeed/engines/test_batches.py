@@ -2,7 +2,6 @@
 
 from collections import UserDict, namedtuple
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,45 +21,31 @@ Output = namedtuple("Output", ["logits", "loss"])
 
 
 def make_engine(module: nn.Module, accumulation: int = 1, **given: Any) -> ModuleEngine:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.0}},
-    }
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.0}}
+    config = {**sizes, "gradient_clipping": 0.0, "optimizer": optimizer}
     return gptpar.initialize(model=module, config=config, **given)[0]
 
 
-@pytest.mark.parametrize(
-    ("batch", "wanted"),
-    [
-        ({"a": 1, "b": 2}, ((), {"a": 1, "b": 2})),
-        (UserDict(a=1), ((), {"a": 1})),
-        ((1, [2]), ((1, [2]), {})),
-        ([1, 2], ((1, 2), {})),
-        (NUMBER, ((NUMBER,), {})),
-        ("text", (("text",), {})),
-    ],
-)
-def test_how_a_module_is_called(batch: Any, wanted: Any) -> None:
-    assert call_with(lambda *args, **kwargs: (args, kwargs), batch) == wanted
+def test_how_a_module_is_called() -> None:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    assert call_with(called, {"a": 1, "b": 2}) == ((), {"a": 1, "b": 2})
+    assert call_with(called, UserDict(a=1)) == ((), {"a": 1})
+    assert call_with(called, (1, [2])) == ((1, [2]), {})
+    assert call_with(called, [1, 2]) == ((1, 2), {})
+    assert call_with(called, NUMBER) == ((NUMBER,), {})
+    assert call_with(called, "text") == (("text",), {})
 
 
-@pytest.mark.parametrize(
-    "output",
-    [
-        NUMBER,
-        NUMBER[None],
-        {"loss": NUMBER, "logits": torch.ones(3)},
-        SimpleNamespace(loss=NUMBER),
-        (NUMBER, torch.ones(3)),
-        Output(torch.ones(3), NUMBER),
-    ],
-)
-def test_where_the_loss_is(output: Any) -> None:
-    found = loss_of(output, None, None)
-    assert found.shape == () and float(found) == 2
-    assert float(loss_of((3.0, output), 4.0, lambda output, batch: NUMBER * output[0] * batch)) == 24
+def test_where_the_loss_is() -> None:
+    more = torch.ones(3)
+    outputs = [NUMBER, NUMBER[None], {"loss": NUMBER, "logits": more}, SimpleNamespace(loss=NUMBER), (NUMBER, more)]
+    for output in [*outputs, Output(more, NUMBER)]:
+        found = loss_of(output, None, None)
+        assert found.shape == () and float(found) == 2
+    assert float(loss_of((3.0, more), 4.0, lambda output, batch: NUMBER * output[0] * batch)) == 24
 
 
 @pytest.mark.parametrize(
@@ -72,7 +57,6 @@ def test_where_the_loss_is(output: Any) -> None:
         ({"logits": NUMBER}, "returned a dict, and"),
         ((), "returned a tuple, and"),
         ([NUMBER, NUMBER], "returned a list, and"),
-        (None, "returned None, and"),
     ],
 )
 def test_what_is_no_loss_is_refused(output: Any, said: str) -> None:
@@ -82,20 +66,9 @@ def test_what_is_no_loss_is_refused(output: Any, said: str) -> None:
         loss_of(output, None, lambda output, batch: [NUMBER])
 
 
-@dataclass
-class Sample:
-    x: torch.Tensor
-    name: str = "sample"
-
-
 def test_batches_are_taken_and_moved() -> None:
-    meta = torch.device("meta")
-    data = iter([{"x": NUMBER, "n": 1}, (NUMBER, [NUMBER, None]), Sample(NUMBER), UserDict(x=NUMBER)])
-    first, second, third, fourth = BatchSource(4, meta).take(data)
-    assert first["x"].is_meta and first["n"] == 1 and second[0].is_meta and second[1][0].is_meta
-    assert third.x.is_meta and third.name == "sample" and fourth["x"].is_meta
-    with pytest.raises(StopIteration):
-        BatchSource(1, CPU).take(data)
+    (first,) = BatchSource(1, torch.device("meta")).take(iter([{"x": NUMBER, "n": 1}]))
+    assert first["x"].is_meta and first["n"] == 1
     with pytest.raises(GptparError, match="ended after 2 of the step's 3 micro-batches"):
         BatchSource(3, CPU).take(iter([NUMBER, NUMBER]))
     with pytest.raises(GptparError, match="0 micro-batches are asked for"):
@@ -125,7 +98,6 @@ def samples(number: int) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def test_a_step_is_that_of_the_loop() -> None:
-    torch.manual_seed(0)
     model = Regression(lambda loss: {"loss": loss})
     other = Regression()
     other.load_state_dict(model.state_dict())
@@ -149,19 +121,17 @@ def test_a_step_is_that_of_the_loop() -> None:
 
 
 def test_the_training_data_is_repeated() -> None:
-    state = torch.get_rng_state()
     data = [(batch["x"][0], batch["y"][0]) for batch in samples(3)]
     engine = make_engine(Regression(), 2, training_data=data)
     losses = [float(engine.train_batch()) for _ in range(40)]
     assert losses[-1] < 0.1 * losses[0] and engine.global_steps == 40
-    torch.set_rng_state(state)
-    with pytest.raises(GptparError, match="pass an iterator, or training_data"):
-        make_engine(Regression()).train_batch()
 
 
 def test_the_data_may_be_changed_between_steps() -> None:
     """A loader begins again after its end; an iterator ends, as one that is passed does."""
     source = BatchSource(2, CPU)
+    with pytest.raises(GptparError, match="pass an iterator, or training_data"):
+        source.take(None)
     ones, twos, nothing = (torch.full((3,), value).split(1) for value in (1, 2, 0))
     for loader, value in ((ones, 1), (twos, 2), (ones, 1)):
         source.loader = loader
@@ -178,7 +148,6 @@ def test_the_data_may_be_changed_between_steps() -> None:
 
 
 def test_evaluation_leaves_modes_and_the_step_at_work() -> None:
-    torch.manual_seed(0)
     model = Regression()
     model.drop.eval()
     engine = make_engine(model, 2)
@@ -199,8 +168,12 @@ def test_evaluation_leaves_modes_and_the_step_at_work() -> None:
 
 
 def test_an_error_of_the_module_forgets_the_step() -> None:
-    model = Regression(lambda loss: 1 / 0)
+    model = Regression(lambda loss: None)
     engine = make_engine(model, 2)
+    with pytest.raises(GptparError, match="returned None"):
+        engine.eval_batch(samples(2))
+    assert model.training and model.drop.training
+    model.shape = lambda loss: 1 / 0
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             engine.train_batch(samples(2))
@@ -210,24 +183,19 @@ def test_an_error_of_the_module_forgets_the_step() -> None:
 
 
 def test_what_has_no_meaning_is_refused() -> None:
-    failing = make_engine(Regression(lambda loss: None))
-    with pytest.raises(GptparError, match="returned None"):
-        failing.eval_batch(samples(1))
-    assert failing.module.training and failing.module.drop.training
     engine = make_engine(Regression(), 2)
     engine.backward(engine(**next(samples(1))))
     engine.step()
     with pytest.raises(GptparError, match="within a step, 1 of whose micro-batches are done"):
         engine.train_batch(samples(2))
     engine.zero_grad()
-    with engine.no_sync(), pytest.raises(GptparError, match="no_sync"):
-        engine.train_batch(samples(2))
-    with engine.no_sync(), pytest.raises(GptparError, match="inside no_sync"):
-        engine.step()  # would count a micro-batch and take no step, without a word
+    with engine.no_sync():
+        with pytest.raises(GptparError, match="no_sync"):
+            engine.train_batch(samples(2))
+        with pytest.raises(GptparError, match="inside no_sync"):
+            engine.step()  # would count a micro-batch and take no step, without a word
     with torch.no_grad(), pytest.raises(GptparError, match="requires no gradient"):
         engine.train_batch(samples(2))
-    with pytest.raises(GptparError, match="ended after 1 of the step's 2"):
-        engine.train_batch(samples(1))
     engine.train_batch(samples(2))
     assert engine.global_steps == 1
     engine.close()

@@ -6,22 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import IterableDataset
 
 from gptpar.adapter.options import EngineOptions, read_options
 from gptpar.deepspeed.engines.dataset import RepeatingLoader, make_loader
 from gptpar.errors import GptparError
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int) -> int:
-        return place
+def numbers(count: int) -> Any:
+    return list(range(count))
 
 
 class Stream(IterableDataset[int]):
@@ -39,7 +32,7 @@ def steps(world: int, micro: int, count: int, seed: int = 5) -> list[list[int]]:
     found: list[list[int]] = [[] for _ in range(count)]
     chosen = options(world, micro, seed=seed)
     for rank in range(world):
-        batches = RepeatingLoader(make_loader(Numbers(40), chosen, rank, world))
+        batches = RepeatingLoader(make_loader(numbers(40), chosen, rank, world))
         for samples in found:
             for batch in islice(batches, chosen.batch.accumulation_steps):
                 assert batch.shape == (micro,)
@@ -55,32 +48,21 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes() -> None:
     assert steps(1, 12, 3, seed=6) != expected
 
 
-def test_epochs_repeat_the_samples_in_other_orders() -> None:
-    batches = RepeatingLoader(make_loader(Numbers(6), options(1, 3, 3), 0, 1))
-    epochs = [torch.cat([next(batches), next(batches)]).tolist() for _ in range(3)]
-    assert [sorted(epoch) for epoch in epochs] == [list(range(6))] * 3
-    assert len({tuple(epoch) for epoch in epochs}) == 3 and batches.epoch == 2
-    again = RepeatingLoader(make_loader(Numbers(6), options(1, 3, 3), 0, 1))
-    assert [torch.cat([next(again), next(again)]).tolist() for _ in range(3)] == epochs
-
-
-def test_a_loop_over_the_loader_has_another_order_and_another_rest_in_each_epoch() -> None:
+def test_each_epoch_has_another_order_and_another_rest() -> None:
     """As with torch's loader; on all processes alike, and as the engine's own epochs are ordered."""
-    loaders = [make_loader(Numbers(10), options(2, 2, 4), rank, 2) for rank in range(2)]
+    loaders = [make_loader(numbers(10), options(2, 2, 4), rank, 2) for rank in range(2)]
     epochs = [[torch.cat(list(loader)).tolist() for loader in loaders] for _ in range(6)]
     together = [sorted(first + second) for first, second in epochs]
     assert all(len(set(samples)) == 8 for samples in together)
     assert {sample for samples in together for sample in samples} == set(range(10))
     assert len({tuple(first) for first, _ in epochs}) == 6
-    batches = RepeatingLoader(make_loader(Numbers(10), options(2, 2, 4), 0, 2))
+    batches = RepeatingLoader(make_loader(numbers(10), options(2, 2, 4), 0, 2))
     assert [torch.cat([next(batches), next(batches)]).tolist() for _ in range(6)] == [first for first, _ in epochs]
+    assert batches.epoch == 5
 
 
 def test_a_rest_is_left_out_and_samples_are_collated_as_asked() -> None:
-    def collate(samples: list[int]) -> dict[str, Any]:
-        return {"sum": sum(samples)}
-
-    loader = make_loader(Numbers(11), options(2, 2, 4), 1, 2, collate)
+    loader = make_loader(numbers(11), options(2, 2, 4), 1, 2, lambda samples: {"sum": sum(samples)})
     assert len(loader) == 2 and [list(batch) for batch in loader] == [["sum"]] * 2
     stream = make_loader(Stream(), options(1, 3, 3), 0, 1)
     assert [batch.tolist() for batch in stream] == [[0, 1, 2], [3, 4, 5]]
@@ -89,22 +71,19 @@ def test_a_rest_is_left_out_and_samples_are_collated_as_asked() -> None:
 def test_a_rest_makes_a_smaller_micro_batch_if_the_configuration_keeps_it() -> None:
     """As with DeepSpeed's false: two processes get 6 of 11 samples each, and one sample comes twice."""
     chosen = options(2, 4, 8, dataloader_drop_last=False)
-    epochs = [[batch.tolist() for batch in make_loader(Numbers(11), chosen, rank, 2)] for rank in range(2)]
+    epochs = [[batch.tolist() for batch in make_loader(numbers(11), chosen, rank, 2)] for rank in range(2)]
     assert [[len(batch) for batch in epoch] for epoch in epochs] == [[4, 2]] * 2
     samples = sorted(sample for epoch in epochs for batch in epoch for sample in batch)
     assert len(samples) == 12 and set(samples) == set(range(11))
-    assert [len(batch) for batch in make_loader(Numbers(1), chosen, 1, 2)] == [1]
+    assert [len(batch) for batch in make_loader(numbers(1), chosen, 1, 2)] == [1]
     stream = make_loader(Stream(), options(1, 3, 3, dataloader_drop_last=False), 0, 1)
     assert [batch.tolist() for batch in stream] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_data_that_cannot_be_divided() -> None:
-    with pytest.raises(GptparError) as caught:
-        make_loader(Numbers(7), options(2, 4, 8), 0, 2)
-    assert str(caught.value) == (
-        "training_data has 7 samples, fewer than one micro-batch of 4 on each of 2 process(es): use more data, or "
-        "lower train_micro_batch_size_per_gpu."
-    )
+    told = r"has 7 samples, fewer than one micro-batch of 4 on each of 2 process\(es\): .*lower train_micro_batch"
+    with pytest.raises(GptparError, match=told):
+        make_loader(numbers(7), options(2, 4, 8), 0, 2)
     with pytest.raises(GptparError, match="^training_data is an IterableDataset, which 2 processes would each read"):
         make_loader(Stream(), options(2, 4, 8), 0, 2)
     with pytest.raises(GptparError, match="^the data loader has no batch"):

@@ -1,7 +1,7 @@
 """What an engine tells of itself, by DeepSpeed's names, and the batch size that changes between two steps."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,9 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window":
 
 
 def config(accumulation: int = 2, **more: Any) -> dict[str, Any]:
-    params = {"lr": 0.1, "betas": [0.8, 0.9], "weight_decay": 0.0}
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 0.25,
-        "steps_per_print": 50,
-        "optimizer": {"type": "AdamW", "params": params},
-        **more,
-    }
+    sizes = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.8, 0.9], "weight_decay": 0.0}}
+    return {**sizes, "gradient_clipping": 0.25, "steps_per_print": 50, "optimizer": optimizer, **more}
 
 
 def make_engine(accumulation: int = 2, **more: Any) -> ModuleEngine:
@@ -62,35 +56,49 @@ def test_what_was_configured(make: Any) -> None:
     assert (engine.global_rank, engine.local_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
     assert engine.device == torch.device("cpu")
     assert (engine.loss_scale(), engine.dynamic_loss_scale(), engine.cur_scale) == (1.0, False, 1.0)
+    assert not engine.was_step_applied()
+    if make is make_pipeline:
+        engine.train_batch(iter([(torch.ones(3, 4), None)] * 2))
+        assert engine.was_step_applied() and engine.global_samples == 6
     engine.destroy()
     with pytest.raises(GptparError, match="closed"):
         engine.train_batch(iter([]))
 
 
-def test_stage_precision_and_the_rates_of_the_groups_now() -> None:
-    engine = make_engine(zero_optimization={"stage": 2}, bf16={"enabled": True})
+def test_stage_precision_and_the_rates_of_the_next_steps() -> None:
+    more = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "steps_per_print": math.inf}
+    engine = make_engine(1, **more)
     assert (engine.zero_optimization(), engine.zero_optimization_stage()) == (True, 2)
-    assert (engine.fp16_enabled(), engine.bfloat16_enabled()) == (False, True)
+    assert (engine.fp16_enabled(), engine.bfloat16_enabled(), engine.steps_per_print()) == (False, True, 0)
     engine.optimizer.param_groups[0].update(lr=0.5, betas=(0.1, 0.2))
     assert (engine.get_lr(), engine.get_mom()) == ([0.5], [(0.1, 0.2)])
+    engine.set_gradient_accumulation_steps(2)
+    engine.set_lr(0.25)
+    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()) == (6, 2, [0.25])
+    assert engine.engine.gradients.memory.shard.dtype == torch.float32  # sums of bf16 gradients
+    engine.set_lr([0.5])
+    for number in range(2):
+        micro_batch(engine, number)
+    assert (engine.global_steps, engine.get_lr()) == (1, [0.5])
+    with pytest.raises(GptparError, match=r"2 learning rates for 1 parameter group"):
+        engine.set_lr([0.5, 0.25])
 
 
-def test_counts() -> None:
-    engine = make_engine()
-    found = []
+def test_counts_of_steps_and_samples_go_on_after_a_resume_with_another_batch(tmp_path: Path) -> None:
+    engine, found = make_engine(), []
     for number in range(4):
         found.append(engine.is_gradient_accumulation_boundary())
         micro_batch(engine, number)
         found.append(engine.was_step_applied())
     assert found == [False, False, True, True] * 2
     assert (engine.micro_steps, engine.global_steps, engine.skipped_steps, engine.global_samples) == (4, 2, 0, 12)
-
-
-def test_train_batch_counts_as_well() -> None:
-    engine = make_pipeline()
-    assert not engine.was_step_applied()
-    engine.train_batch(iter([(torch.ones(3, 4), None)] * 2))
-    assert engine.was_step_applied() and engine.global_samples == 6
+    engine.save_checkpoint(tmp_path)
+    other = make_engine(4)
+    other.load_checkpoint(tmp_path)
+    assert other.global_samples == 12
+    for number in range(4):
+        micro_batch(other, number)
+    assert (other.global_steps, other.global_samples) == (3, 24)
 
 
 def test_a_skipped_step_is_not_applied() -> None:
@@ -111,19 +119,6 @@ def test_a_skipped_step_is_not_applied() -> None:
     assert engine.was_step_applied() and (engine.cur_scale, scaler.cur_iter) == (4.0, 3)
 
 
-def test_samples_go_on_after_a_resume_with_another_batch(tmp_path: Path) -> None:
-    engine = make_engine()
-    for number in range(4):
-        micro_batch(engine, number)
-    engine.save_checkpoint(tmp_path)
-    other = make_engine(4)
-    other.load_checkpoint(tmp_path)
-    assert other.global_samples == 12
-    for number in range(4):
-        micro_batch(other, number)
-    assert (other.global_steps, other.global_samples) == (3, 24)
-
-
 def test_another_batch_size() -> None:
     """More micro-batches, all of the size they had: the step is the one of an engine that began so."""
     changed, begun = make_engine(2), make_engine(3)
@@ -134,20 +129,16 @@ def test_another_batch_size() -> None:
         micro_batch(begun, number)
     assert (changed.global_steps, changed.global_samples) == (1, 9)
     assert torch.equal(changed.module.weight, begun.module.weight)
-    data = [torch.randn(3, 4) for _ in range(4)]
     changed.set_train_batch_size(12)
     changed._work._loss_fn = lambda output, batch: output.mean()
-    changed.train_batch(iter(data))
+    changed.train_batch(iter([torch.randn(3, 4) for _ in range(4)]))
     assert (changed.global_steps, changed.global_samples) == (2, 21)
-
-
-@pytest.mark.parametrize("more", [{}, {"batch_size": 2}, {"num_local_io_workers": 1}])
-def test_loaders_of_other_data(more: dict[str, Any]) -> None:
-    """Each epoch of training has another order, whatever the loader is asked for; others have the data's."""
-    engine, data = make_engine(), list(range(12))
-    orders = [torch.cat(list(loader)).tolist() for loader in [engine.deepspeed_io(data, **more)] * 3]  # type: ignore[arg-type]
-    assert len(set(map(tuple, orders))) == 3 and all(sorted(order) == data for order in orders)
-    assert torch.cat(list(engine.deepspeed_io(data, route="eval", **more))).tolist() == data  # type: ignore[arg-type]
+    for size in (0, 4):
+        with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
+            changed.set_train_batch_size(size)
+    micro_batch(changed)
+    with pytest.raises(GptparError, match="within a step"):
+        changed.set_train_batch_size(9)
 
 
 class Stream(IterableDataset[int]):
@@ -155,44 +146,23 @@ class Stream(IterableDataset[int]):
         return iter(range(7))
 
 
-@pytest.mark.parametrize("route", ["eval", "predict"])
-def test_a_stream_is_evaluated_whole(route: str) -> None:
-    """By one process, which needs no sampler for that; the samples that fill no micro-batch, too."""
-    loader = make_engine().deepspeed_io(Stream(), route=route)
-    assert [batch.tolist() for batch in loader] == [[0, 1, 2], [3, 4, 5], [6]]
+def test_loaders_of_other_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each epoch of training has another order, whatever the loader is asked for; others have the data's.
 
-
-@pytest.mark.parametrize("more", [{}, {"route": "eval"}, {"data_sampler": range(6)}])
-def test_micro_batches_are_pinned_for_a_gpu(more: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
+    One process evaluates a stream whole, with the samples that fill no micro-batch. Batches are pinned for a GPU.
+    """
+    engine, data = make_engine(), list(range(12))
+    for more in ({}, {"batch_size": 2}, {"num_local_io_workers": 1}):
+        orders = [torch.cat(list(loader)).tolist() for loader in [engine.deepspeed_io(data, **more)] * 3]  # type: ignore[arg-type]
+        assert len(set(map(tuple, orders))) == 3 and all(sorted(order) == data for order in orders)
+        assert torch.cat(list(engine.deepspeed_io(data, route="eval", **more))).tolist() == data  # type: ignore[arg-type]
+    for route in ("eval", "predict"):
+        batches = [batch.tolist() for batch in engine.deepspeed_io(Stream(), route=route)]
+        assert batches == [[0, 1, 2], [3, 4, 5], [6]]
     for there in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert engine.deepspeed_io(list(range(12)), **more).pin_memory == there  # type: ignore[arg-type]
-
-
-def test_batch_sizes_that_cannot_be(closing: Callable[[Any], Any]) -> None:
-    engine = make_engine(2)
-    for size in (0, 4):
-        with pytest.raises(GptparError, match=f"{size} .*multiple.* 3 x 1"):
-            engine.set_train_batch_size(size)
-    micro_batch(engine)
-    with pytest.raises(GptparError, match="within a step"):
-        engine.set_train_batch_size(9)
-
-
-def test_what_the_next_steps_do_otherwise() -> None:
-    engine = make_engine(1, bf16={"enabled": True}, steps_per_print=math.inf)
-    assert engine.steps_per_print() == 0
-    engine.set_gradient_accumulation_steps(2)
-    engine.set_lr(0.25)
-    assert (engine.train_batch_size(), engine.gradient_accumulation_steps(), engine.get_lr()) == (6, 2, [0.25])
-    assert engine.engine.gradients.memory.shard.dtype == torch.float32  # sums of bf16 gradients
-    engine.set_lr([0.5])
-    for number in range(2):
-        micro_batch(engine, number)
-    assert (engine.global_steps, engine.get_lr()) == (1, [0.5])
-    with pytest.raises(GptparError, match=r"2 learning rates for 1 parameter group"):
-        engine.set_lr([0.5, 0.25])
+        for more in ({}, {"route": "eval"}, {"data_sampler": range(6)}):
+            assert engine.deepspeed_io(data, **more).pin_memory == there  # type: ignore[arg-type]
 
 
 def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:
@@ -211,10 +181,6 @@ def test_an_outlier_is_not_applied_and_no_overflow(tmp_path: Path) -> None:
         micro_batch(one)
         assert one.was_step_applied() and one.global_steps == 6
     assert torch.equal(engine.module.weight, resumed.module.weight)
-
-
-def test_the_rule_has_limits() -> None:
-    with pytest.raises(GptparError, match="gptpar.skip_step_window"):
-        make_engine(gptpar={"skip_step_sigma": 4, "skip_step_window": 1})
-    with pytest.raises(GptparError, match="gptpar.skip_step_sigma"):
-        make_engine(gptpar={"skip_step_sigma": 0})
+    for wrong in ({"skip_step_sigma": 4, "skip_step_window": 1}, {"skip_step_sigma": 0}):
+        with pytest.raises(GptparError, match=f"gptpar.{list(wrong)[-1]}"):
+            make_engine(gptpar=wrong)

@@ -1,34 +1,20 @@
 """States that are in host memory between phases of training."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-import gptpar
 import gptpar.deepspeed as deepspeed
 from gptpar.errors import GptparError
-from tests.unit.adapter.beside_torch import KINDS, loss_of, make_config, network
+from tests.unit.adapter.beside_torch import assert_close, engine_of, loss_of, train
 
 Kind = deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
 
 
-def make(ratio: float) -> Any:
-    _, kind, params = KINDS["AdamW"]
-    model = network()
-    return gptpar.initialize(model=model, config=make_config(ratio), optimizer=kind(model.parameters(), **params))[0]
-
-
-def train(engine: Any, start: int, stop: int) -> None:
-    for step in range(start, stop):
-        engine.backward(loss_of(engine, step))
-        engine.step()
-
-
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_states_come_back_as_they_were(ratio: float, tmp_path: Path) -> None:
-    engine, other = make(ratio), make(ratio)
+    engine, other = engine_of("AdamW", ratio), engine_of("AdamW", ratio)
     train(other, 0, 4)
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path)
@@ -55,8 +41,7 @@ def test_states_come_back_as_they_were(ratio: float, tmp_path: Path) -> None:
             refused()
     engine.reload_states(non_blocking=True)
     train(engine, 2, 4)
-    for got, want in zip(engine.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(got, want)
+    assert_close(engine.module.parameters(), other.module.parameters(), atol=0)
     engine.offload_states()
     engine.close()
     other.close()
@@ -66,13 +51,8 @@ def test_states_come_back_as_they_were(ratio: float, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.3])
 def test_what_was_refused_while_states_were_away_changed_nothing(ratio: float, tmp_path: Path) -> None:
     """More micro-batches, other frozen parameters, changed weights: in bf16, where sums and masters are apart."""
-    config = make_config(ratio, bf16={"enabled": True}, train_micro_batch_size_per_gpu=4)
-    engines: list[Any] = []
-    for _ in range(2):
-        model = network(torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        engines.append(gptpar.initialize(model=model, config=config, optimizer=optimizer)[0])
-    engine, other = engines
+    bf16 = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 4, "dtype": torch.float32}
+    engines = engine, other = [engine_of("AdamW", ratio, **bf16) for _ in range(2)]
     train(engine, 0, 1)
     train(other, 0, 1)
     refusals = [lambda: engine.backward(loss_of(engine, 1)), lambda: engine.set_train_batch_size(8)]
@@ -92,16 +72,14 @@ def test_what_was_refused_while_states_were_away_changed_nothing(ratio: float, t
         one.set_train_batch_size(8)
         train(one, 1, 7)
     assert engine.global_steps == other.global_steps == 4
-    for got, want in zip(engine.module.parameters(), other.module.parameters(), strict=True):
-        assert torch.equal(got, want)
-    got, want = (one.optimizer.fp32_partitioned_groups_flat[0] for one in engines)
-    assert torch.equal(got, want)
+    assert_close(engine.module.parameters(), other.module.parameters(), atol=0)
+    assert_close(*(one.optimizer.fp32_partitioned_groups_flat for one in engines), atol=0)
     engine.close()
     other.close()
 
 
 def test_where_states_do_not_move() -> None:
-    engine = make(0.3)
+    engine = engine_of("AdamW", 0.3)
     with pytest.raises(ValueError, match="'nvme'.: states move to 'cpu' alone"):
         engine.offload_states(device="nvme")
     engine.offload_states(device="none")

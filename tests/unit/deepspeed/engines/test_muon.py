@@ -1,6 +1,5 @@
 """Muon of ``gptpar.initialize``: DeepSpeed's type, and torch's own optimizer, beside torch without its cast."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,9 @@ from torch import Tensor, nn
 
 import gptpar
 from gptpar.errors import ConfigError
+from tests.unit.adapter.beside_torch import CLIP, assert_close, make_config
 
-STEPS, CLIP = 6, 0.4
+STEPS = 6
 PARAMS = {"lr": 0.02, "adam_lr": 1e-3, "momentum": 0.9, "weight_decay": 0.1, "eps": 1e-6}
 
 
@@ -51,38 +51,29 @@ def muons(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and "embed" not in name
 
 
-def in_plain_torch(steps: int = STEPS) -> list[Tensor]:
+def in_plain_torch() -> list[Tensor]:
     """Each matrix of three-dimensional parameters is a parameter of torch's Muon by itself."""
     model = network()
-    named = dict(model.named_parameters())
-    pieces = {name: list(p.detach().reshape(-1, *p.shape[-2:]).clone()) for name, p in named.items() if muons(name, p)}
-    matrices = [nn.Parameter(piece) for several in pieces.values() for piece in several]
+    experts = nn.ParameterList([*model.experts.detach()])
+    del model.experts
+    model.experts = experts  # type: ignore[assignment]
+    matrices = [p for name, p in model.named_parameters() if muons(name, p)]
+    others = [p for name, p in model.named_parameters() if not muons(name, p)]
     muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.9, weight_decay=0.1)
-    others = [p for name, p in named.items() if not muons(name, p)]
     adam = torch.optim.AdamW(others, lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
-    for step in range(steps):
+    for step in range(STEPS):
         model.zero_grad()
         loss_of(model, step).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        gradients = [piece for name in pieces for piece in named[name].grad.reshape(-1, *named[name].shape[-2:])]
-        for matrix, gradient in zip(matrices, gradients, strict=True):
-            matrix.grad = gradient.clone()
         muon.step()
         adam.step()
-        left = iter(matrices)
-        for name, several in pieces.items():
-            named[name].data.copy_(torch.stack([next(left).data for _ in several]).view(named[name].shape))
-    return [p.detach() for p in model.parameters()]
+    del model.experts
+    return [torch.stack([*experts]), *model.parameters()]
 
 
-def make(ratio: float, params: dict[str, Any] = PARAMS, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
-    config = {
-        "train_batch_size": 4,
-        "gradient_clipping": CLIP,
-        "optimizer": {"type": "Muon", "params": params},
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    }
-    return gptpar.initialize(**{"model": network(dtype), "config": config, **more})[0]
+def make(ratio: float, **more: Any) -> Any:
+    config = make_config(ratio, optimizer={"type": "Muon", "params": PARAMS})
+    return gptpar.initialize(**{"model": network(), "config": config, **more})[0]
 
 
 def train(engine: Any, start: int = 0, stop: int = STEPS) -> list[Tensor]:
@@ -102,25 +93,18 @@ def test_deepspeeds_muon_trains_as_torchs(tmp_path: Path, first: float, second: 
     ends = train(other, STEPS // 2)
     engine.close()
     other.close()
-    for got, want in zip(ends, in_plain_torch(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    assert_close(ends, in_plain_torch())
 
 
-def test_groups_are_deepspeeds() -> None:
-    engine = make(0.0)
-    muon, adam = engine.optimizer.param_groups
-    assert (muon["use_muon"], muon["lr"], muon["momentum"], len(muon["params"])) == (True, 0.02, 0.9, 3)
-    assert (adam["use_muon"], adam["lr"], adam["betas"], adam["eps"]) == (False, 1e-3, (0.9, 0.95), 1e-6)
-    assert engine.get_mom() == [0.9, (0.9, 0.95)]
-    engine.close()
-
-
-def test_a_parameter_says_itself_whether_it_is_muons() -> None:
+def test_groups_are_deepspeeds_and_a_parameter_says_itself_whether_it_is_muons() -> None:
     model = network()
     model.embed.weight.use_muon, model.up.weight.use_muon = True, False  # type: ignore[attr-defined]
     engine = make(0.0, model=model)
-    (muon, _) = engine.optimizer.param_groups
+    muon, adam = engine.optimizer.param_groups
     assert {id(p) for p in muon["params"]} == {id(p) for p in (model.embed.weight, model.down.weight, model.experts)}
+    assert (muon["use_muon"], muon["lr"], muon["momentum"]) == (True, 0.02, 0.9)
+    assert (adam["use_muon"], adam["lr"], adam["betas"], adam["eps"]) == (False, 1e-3, (0.9, 0.95), 1e-6)
+    assert engine.get_mom() == [0.9, (0.9, 0.95)]
     engine.close()
 
 
@@ -140,12 +124,9 @@ def test_torchs_muon_is_taken_over(adjust: str | None) -> None:
         nn.utils.clip_grad_norm_([model.up.weight, model.down.weight], CLIP)
         torchs.step()
     other = network()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
+    with pytest.warns(UserWarning, match="in no group and will not be trained"):
         engine = make(0.5, model=other, optimizer=made(other))
-    assert any("in no group and will not be trained" in str(one.message) for one in told)
-    for got, want in zip(train(engine), model.parameters(), strict=True):
-        torch.testing.assert_close(got, want.detach(), rtol=0, atol=1e-12)
+    assert_close(train(engine), model.parameters())
     engine.close()
 
 
@@ -162,19 +143,11 @@ def test_what_cannot_be_is_told() -> None:
         make(0.0, model=model, optimizer=torch.optim.Muon(groups))
 
 
-@pytest.mark.parametrize("ratio", [0.0, 1.0])
-def test_memory_is_that_of_each_groups_states(ratio: float) -> None:
-    zero = {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}}
-    found = {
-        kind: gptpar.estimate_memory(
-            network(torch.float32),
-            {"train_batch_size": 4, "optimizer": {"type": kind}, "zero_optimization": zero},
-            device_type="cpu",
-        )
+@pytest.mark.parametrize(("ratio", "place"), [(0.0, "optimizer"), (1.0, "host_optimizer")])
+def test_memory_is_that_of_each_groups_states(ratio: float, place: str) -> None:
+    adam, muon = (
+        gptpar.estimate_memory(network(torch.float32), make_config(ratio, optimizer={"type": kind}), device_type="cpu")
         for kind in ("AdamW", "Muon")
-    }
+    )
     matrices = sum(p.numel() for name, p in network().named_parameters() if muons(name, p))
-    saved = [
-        getattr(found["AdamW"], place) - getattr(found["Muon"], place) for place in ("optimizer", "host_optimizer")
-    ]
-    assert saved[ratio == 1.0] == pytest.approx(4 * matrices, abs=4 * 64 * 8)
+    assert getattr(adam, place) - getattr(muon, place) == pytest.approx(4 * matrices, abs=4 * 64 * 8)

@@ -79,11 +79,47 @@ def of_rank(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def block_name(name: str, table: Mapping[str, str], first: int) -> str:
-    """Theirs, with blocks counted from the stage's first one."""
+    """Theirs, with blocks counted from ``first``."""
     _, number, inner = name.split(".", 2)
     ours, _, end = inner.rpartition(".")
     theirs = table[ours]
     return f"layers.{int(number) - first}.{theirs}{'' if theirs.endswith('_') else '.'}{end}"
+
+
+def of_module(name: str) -> str:
+    """The name in a model of one piece."""
+    ends = {
+        "embedding.weight": "embedding.word_embeddings.weight",
+        "positions.weight": "embedding.position_embeddings.weight",
+        "final_norm.weight": "encoder.final_layernorm.weight",
+        "final_norm.bias": "encoder.final_layernorm.bias",
+    }
+    return f"language_model.{ends.get(name) or 'encoder.' + block_name(name, OLD, 0)}"
+
+
+def of_pipeline(name: str) -> str:
+    """The name in a model of layers one after the other: blocks are at the places 3 to 6, the last norm at 8."""
+    if name.startswith("layers."):
+        return block_name(name, OLD, -3).removeprefix("layers.")
+    ends = {"embedding.weight": "word_embeddings.weight", "positions.weight": "position_embeddings.weight"}
+    return f"tied_modules.embed.{ends[name]}" if name in ends else name.replace("final_norm", "8")
+
+
+def save_pipelined(folder: Path, weights: Weights, beside: Mapping[str, Any]) -> None:
+    """DeepSpeed's file for each place and tensor rank; the embedding is at the places 1 and 9."""
+    for rank in range(2):
+        layers: dict[str, Weights] = {}
+        for name, value in weights.items():
+            part, theirs = of_rank(name, value, rank), of_pipeline(name)
+            place, _, inner = theirs.partition(".")
+            if place == "tied_modules":
+                place, inner = "1", theirs.removeprefix("tied_modules.embed.")
+            layers.setdefault(place, {})[inner] = part
+            if name == "embedding.weight":
+                layers["9"] = {inner: part}
+        for place, state in layers.items():
+            save(folder / f"layer_{int(place):02d}-model_{rank:02d}-model_states.pt", state)
+        save(folder / f"mp_rank_{rank:02d}_model_states.pt", {**beside, "module": None})
 
 
 def save(path: Path, content: Any) -> None:

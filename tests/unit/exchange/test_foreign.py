@@ -1,6 +1,5 @@
 """Other programs' checkpoints are named, and neither taken for a fresh start nor written into."""
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError, ConfigError
-from gptpar.exchange.foreign import foreign_checkpoint, why_not_to_load
+from gptpar.exchange.foreign import foreign_checkpoint
 from gptpar.run.generation import load_model
 from gptpar.run.resume import checkpoint_to_resume, refuse_foreign_folders
 from tests.helpers import TINY, tiny_config
+from tests.unit.exchange.hf_models import contents
 
 TRACKER = "latest_checkpointed_iteration.txt=100"
 DCP = "torch.distributed.checkpoint"
@@ -46,7 +46,6 @@ FOREIGN = {
     "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": "a nanotron checkpoint (10)",
     "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": "a nanotron checkpoint (9)",
     "50/weights_tp_rank_0.pth": "a picotron checkpoint (50)",
-    "step9/config.json step9/model_and_optim/.metadata step9/train/rank0.pt": "an OLMo-core checkpoint (step9)",
     "extra.pt iter_0000100/mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (iter_0000100)",
     "consolidated.00.pth params.json": "weights as Meta and Mistral publish them",
     "last.ckpt": "a PyTorch Lightning checkpoint",
@@ -74,17 +73,14 @@ def make(folder: Path, listing: str) -> Path:
     return folder
 
 
-def contents(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + (path.read_bytes() if path.is_file() else b""))
-    return digest.hexdigest()
-
-
 @pytest.mark.parametrize("listing", FOREIGN)
-def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: str) -> None:
+def test_a_foreign_checkpoint_is_named(tmp_path: Path, listing: str) -> None:
+    assert FOREIGN[listing] in str(foreign_checkpoint(make(tmp_path, listing)))
+
+
+@pytest.mark.parametrize("listing", ["ckpt.pt", "latest=global_step5 global_step5/", TRACKER])
+def test_a_foreign_checkpoint_is_told_by_every_verb_and_left_alone(tmp_path: Path, listing: str) -> None:
     before = contents(make(tmp_path, listing))
-    assert FOREIGN[listing] in str(foreign_checkpoint(tmp_path))
     with pytest.raises(ConfigError) as told:
         pretrain(f"{TINY} --load {tmp_path} --save {tmp_path} --hidden-size 30".split())
     assert FOREIGN[listing] in str(told.value) and "has 2 problems" in str(told.value)
@@ -101,7 +97,15 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
     assert contents(tmp_path) == before
 
 
-THEIR_WAY = {
+MAKES_ONE = "gptpar convert {} NEW_FOLDER makes one of it, or says what it cannot reproduce"
+REMEDIES = {
+    "config.json model.safetensors": f"{MAKES_ONE} (a run begins with it by",
+    "checkpoint-9/model.safetensors checkpoint-10/model.safetensors": MAKES_ONE.replace("{}", "{}/checkpoint-10")
+    + " (a run begins with it by --load-hf",
+    "mp_rank_00/model_optim_rng.pt": f"{MAKES_ONE}, and",
+    "global_step7/mp_rank_00_model_states.pt": f"{MAKES_ONE}, and",
+    "global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt": MAKES_ONE,
+    ".metadata __0_0.distcp": "this version has no command that converts it",
     "step-1000/.metadata step-1000/__0_0.distcp": "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py",
     "step9/model_and_optim/.metadata": "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py",
     "10/model_config.json 10/model/w.safetensors": "nanotron's examples/llama/convert_nanotron_to_hf.py",
@@ -111,13 +115,15 @@ THEIR_WAY = {
 }
 
 
-@pytest.mark.parametrize("listing", THEIR_WAY)
-def test_a_foreign_checkpoint_is_sent_to_its_own_way_to_hugging_face(tmp_path: Path, listing: str) -> None:
-    way = re.escape(f"comes from {THEIR_WAY[listing]}")
-    with pytest.raises(CheckpointError, match=way):
-        checkpoint_to_resume(tiny_config(f"--load {make(tmp_path / 'theirs', listing)} --finetune"))
-    with pytest.raises(CheckpointError, match=way):
-        convert([str(tmp_path / "theirs"), str(tmp_path / "ours")])
+@pytest.mark.parametrize("listing", REMEDIES)
+def test_the_way_from_a_foreign_checkpoint_is_told(tmp_path: Path, listing: str) -> None:
+    folder, remedy = make(tmp_path / "theirs", listing), REMEDIES[listing]
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint_to_resume(tiny_config(f"--load {folder} --finetune"))
+    assert remedy.replace("{}", str(folder)) in str(refused.value)
+    if "{}" not in remedy:  # convert says so, too
+        with pytest.raises(CheckpointError, match=re.escape(remedy.split()[-1])):
+            convert([str(folder), str(tmp_path / "ours")])
 
 
 @pytest.mark.parametrize("listing", UNRELATED)
@@ -142,25 +148,3 @@ def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:
         pretrain(f"{TINY} --save {one}".split())
     with pytest.raises(CheckpointError, match=f"give --load {tmp_path} --ckpt-step 10"):
         load_model(one, torch.device("cpu"), torch.float32)
-
-
-MAKES_ONE = "{} NEW_FOLDER makes one of it, or says what it cannot reproduce"
-
-
-@pytest.mark.parametrize(
-    ("listing", "remedy"),
-    [
-        ("config.json model.safetensors", f"{MAKES_ONE} (a run begins with it by"),
-        ("mp_rank_00/model_optim_rng.pt", f"{MAKES_ONE}, and"),
-        ("global_step7/mp_rank_00_model_states.pt", f"{MAKES_ONE}, and"),
-        (".metadata __0_0.distcp", "no command that converts it"),
-        (
-            "checkpoint-9/model.safetensors checkpoint-10/model.safetensors",
-            MAKES_ONE.replace("{}", "{}/checkpoint-10") + " (a run begins with it by --load-hf",
-        ),
-        ("global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt", MAKES_ONE),
-    ],
-)
-def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:
-    folder = make(tmp_path / "theirs", listing)
-    assert remedy.replace("{}", f"gptpar convert {folder}") in (why_not_to_load(folder) or "")

@@ -3,7 +3,6 @@
 import math
 import sys
 import types
-from collections.abc import Callable
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.checkpoint import read_tensors
+from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.convert import main as convert
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.data.build import MockDataset
-from gptpar.errors import CheckpointError
 from gptpar.pipeline import Stage
 from tests.helpers import TINY
-from tests.unit.exchange.hf_models import contents
-from tests.unit.exchange.megatron_models import GPT2, OLD, Weights, arguments, block_name, of_rank, our_model, save
+from tests.unit.exchange.hf_models import contents, refusal
+from tests.unit.exchange.megatron_models import (
+    GPT2,
+    Weights,
+    arguments,
+    of_module,
+    of_pipeline,
+    of_rank,
+    our_model,
+    save,
+    save_pipelined,
+)
 
 BEFORE, AFTER, BATCH = 4, 5, 4
 RUN = (
@@ -79,24 +87,6 @@ class Plain:
             value[60:] = 0.0
 
 
-def of_module(name: str) -> str:
-    ends = {
-        "embedding.weight": "language_model.embedding.word_embeddings.weight",
-        "positions.weight": "language_model.embedding.position_embeddings.weight",
-        "final_norm.weight": "language_model.encoder.final_layernorm.weight",
-        "final_norm.bias": "language_model.encoder.final_layernorm.bias",
-    }
-    return ends.get(name) or f"language_model.encoder.{block_name(name, OLD, 0)}"
-
-
-def of_pipeline(name: str) -> str:
-    """Blocks are at the places 3 to 6, the last norm at 8."""
-    if name.startswith("layers."):
-        return block_name(name, OLD, -3).removeprefix("layers.")
-    ends = {"embedding.weight": "word_embeddings.weight", "positions.weight": "position_embeddings.weight"}
-    return f"tied_modules.embed.{ends[name]}" if name in ends else name.replace("final_norm", "8")
-
-
 def states_file(more: dict[str, Any]) -> dict[str, Any]:
     given = arguments(GPT2, consumed_train_samples=BEFORE * BATCH, lr=1e-2, min_lr=1e-3, weight_decay=0.1)
     given.num_experts = [1]
@@ -105,60 +95,22 @@ def states_file(more: dict[str, Any]) -> dict[str, Any]:
     return {"args": given, "checkpoint_version": 3.0, "module": {}, **beside, **more}
 
 
-def save_universal(
-    root: Path, plain: Plain, named: Callable[[str], str] = of_module, *, step_in_groups: bool = False
-) -> Path:
-    folder = root / f"global_step{BEFORE}_universal"
+def save_universal(root: Path, plain: Plain, *, pipeline: bool) -> None:
+    """With a pipeline the number of steps is in the groups, else beside each parameter."""
+    folder, named = root / f"global_step{BEFORE}_universal", of_pipeline if pipeline else of_module
     for kind, values in plain.states().items():
         for name, value in values.items():
             whole = value.flatten(0, 1) if value.dim() == 3 else value
             of_vocabulary = {"vocab_tensor": True} if name == "embedding.weight" else {}
             param = whole[:60].clone() if of_vocabulary else whole
             save(folder / "zero" / named(name) / f"{kind}.pt", {"param": param, "cat_dim": 0, **of_vocabulary})
-            if not step_in_groups:
+            if not pipeline:
                 save(folder / "zero" / named(name) / "step.pt", torch.tensor(float(BEFORE)))
-    groups = [{"lr": 1e-3, "step": BEFORE} if step_in_groups else {"lr": 1e-3}]
+    groups = [{"lr": 1e-3, "step": BEFORE} if pipeline else {"lr": 1e-3}]
     save(folder / "zero/optimizer_state.pt", {"param_groups": groups, "loss_scaler": None, "zero_stage": 1})
     save(folder / "mp_rank_00_model_states.pt", states_file({}))
     (root / "latest_universal").write_text(folder.name)
-    return folder
-
-
-def go_on(root: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Our continuation's last checkpoint."""
-    precision = "--fp64" if dtype is torch.float64 else ""
-    pretrain(f"{RUN} {precision} --load {root / 'run'} --save {root / 'out'}".split())
-    return read_tensors(root / f"out/iter_{BEFORE + AFTER:07d}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("named", "dtype", "tolerance"), [(of_module, torch.float64, 1e-12), (of_pipeline, torch.float32, 1e-5)]
-)
-def test_a_universal_checkpoint_goes_on_as_plain_torch(
-    named: Callable[[str], str],
-    dtype: torch.dtype,
-    tolerance: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    plain = Plain.begin(dtype)
-    plain.train(range(BEFORE))
-    save_universal(tmp_path / "theirs", plain, named, step_in_groups=named is of_pipeline)
-    before = contents(tmp_path / "theirs")
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-    assert f"the optimizer's state after {BEFORE} updates: a run goes on with it by" in capsys.readouterr().out
-    assert contents(tmp_path / "theirs") == before
-    ours = go_on(tmp_path, dtype)
     plain.without_padding()
-    plain.train(range(BEFORE, BEFORE + AFTER))
-    for kind, values in plain.states().items():
-        for name, value in values.items():
-            if dtype is torch.float32 and name.endswith("qkv.bias"):
-                continue  # the keys' biases have no gradient but rounding, which Adam makes a step of
-            found = ours[f"{'weights' if kind == 'fp32' else kind}/{name}"]
-            torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
-    assert len(ours) == 3 * len(plain.stage.global_parameters())
 
 
 @pytest.fixture
@@ -215,46 +167,55 @@ def stages_of(name: str) -> tuple[int, ...]:
 
 
 def save_models(folder: Path, weights: Weights, *, pipeline: bool) -> None:
+    if pipeline:
+        save_pipelined(folder, weights, states_file({}))
+        return
     for rank in range(2):
-        parts = {name: of_rank(name, value, rank) for name, value in weights.items()}
-        module: Any = None
-        if not pipeline:
-            module = {of_module(name): part for name, part in parts.items()}
-        else:
-            layers: dict[str, Weights] = {}
-            for name, part in parts.items():
-                place, _, inner = of_pipeline(name).removeprefix("tied_modules.embed.").partition(".")
-                of_layer = ("1", f"{place}.{inner}") if place.endswith("embeddings") else (place, inner)
-                layers.setdefault(of_layer[0], {})[of_layer[1]] = part
-            for place, state in layers.items():
-                save(folder / f"layer_{int(place):02d}-model_{rank:02d}-model_states.pt", state)
+        module = {of_module(name): of_rank(name, value, rank) for name, value in weights.items()}
         save(folder / f"mp_rank_{rank:02d}_model_states.pt", states_file({"module": module}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_partitioned_state_goes_on_as_plain_torch(pipeline: bool, fragment: type, tmp_path: Path) -> None:
-    plain = Plain.begin(torch.float64)
+@pytest.mark.parametrize(
+    ("universal", "pipeline", "goes_on"),
+    [(True, False, True), (True, True, False), (False, False, False), (False, True, True)],
+    ids=["universal", "universal of a pipeline", "partitioned", "partitioned in a pipeline"],
+)
+def test_the_state_comes_along_and_training_goes_on_as_plain_torch(
+    universal: bool,
+    pipeline: bool,
+    goes_on: bool,
+    fragment: type,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = Plain.begin(torch.float64 if goes_on else torch.float32)
     plain.train(range(BEFORE))
-    save_zero(tmp_path / "theirs", plain, fragment, pipeline=pipeline)
+    if universal:
+        save_universal(tmp_path / "theirs", plain, pipeline=pipeline)
+    else:
+        save_zero(tmp_path / "theirs", plain, fragment, pipeline=pipeline)
     before = contents(tmp_path / "theirs")
     assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    assert f"the optimizer's state after {BEFORE} updates: a run goes on with it by" in capsys.readouterr().out
     assert contents(tmp_path / "theirs") == before
-    stored = read_tensors(tmp_path / f"run/iter_{BEFORE:07d}")
+    path = tmp_path / f"run/iter_{BEFORE:07d}"
+    require_states(path, plain, 0)
+    meta = read_manifest(path).meta
+    assert (meta["optimizer_steps"], meta["progress"]["consumed_samples"]) == (BEFORE, BEFORE * BATCH)
+    if goes_on:
+        pretrain(f"{RUN} --fp64 --load {tmp_path / 'run'} --save {tmp_path / 'out'}".split())
+        plain.train(range(BEFORE, BEFORE + AFTER))
+        require_states(tmp_path / f"out/iter_{BEFORE + AFTER:07d}", plain, 1e-12)
+
+
+def require_states(path: Path, plain: Plain, tolerance: float) -> None:
+    ours = read_tensors(path)
     for kind, values in plain.states().items():
         for name, value in values.items():
-            assert torch.equal(stored[f"{'weights' if kind == 'fp32' else kind}/{name}"], value), (kind, name)
-    ours = go_on(tmp_path, torch.float64)
-    plain.train(range(BEFORE, BEFORE + AFTER))
-    for name, value in plain.states()["fp32"].items():
-        torch.testing.assert_close(ours[f"weights/{name}"], value, rtol=0, atol=1e-12)
-
-
-def refused(root: Path) -> str:
-    with pytest.raises(CheckpointError) as told:
-        convert([str(root / "theirs"), str(root / "run")])
-    assert {one.name for one in root.iterdir()} == {"theirs"}
-    return str(told.value)
+            found = ours[f"{'weights' if kind == 'fp32' else kind}/{name}"]
+            torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
+    assert len(ours) == 3 * len(plain.stage.global_parameters())
 
 
 def test_partitioned_state_that_is_damaged_or_of_another_form(
@@ -272,13 +233,10 @@ def test_partitioned_state_that_is_damaged_or_of_another_form(
         ({"param_slice_mappings": [{"x": 3}, {}]}, "is no pair of whole numbers"),
         ({"param_slice_mappings": [{}, {}]}, "in the model, and the 2 ranks have"),
         ({"base_optimizer_state": {"state": {}, "param_groups": [{"step": BEFORE}]}}, "not an optimizer's state"),
-        (
-            {"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}},
-            "of different steps",
-        ),
+        ({"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}}, "different steps"),
     ):
         save(file, {"optimizer_state_dict": {**state, **change}})
-        assert told in refused(tmp_path), told
+        assert told in refusal(tmp_path), told
     save(file, {"optimizer_state_dict": {"fp32_flat_groups": []}})  # ZeRO-3
     convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
     assert "it holds weights alone" in capsys.readouterr().out

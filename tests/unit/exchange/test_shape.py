@@ -1,6 +1,7 @@
 """``--load-hf`` in verbs that need a model's shape alone: no weights have to be there, and the numbers are its own."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,29 +37,24 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_plan_takes_the_shape(folder: Path) -> None:
-    planner, _ = make_planner(f"--load-hf {folder} --micro-batch-size 1 --seq-length 32".split())
+    planner, _ = make_planner(f"--load-hf {folder} --micro-batch-size 1".split())
     job = planner.plan().job
     assert gpt_model(job.config.model).num_parameters == PARAMETERS
-    assert (job.shape.seq_length, job.shape.swiglu, job.shape.num_query_groups) == (32, True, 2)
-    planner, _ = make_planner(f"--load-hf {folder} --micro-batch-size 1".split())
-    assert planner.plan().job.shape.seq_length == 128
+    assert (job.shape.seq_length, job.shape.swiglu, job.shape.num_query_groups) == (128, True, 2)
 
 
 def test_benchmark_takes_the_shape_and_neither_weights_nor_data(folder: Path) -> None:
     words = "--micro-batch-size 1 --make-vocab-size-divisible-by 128 --train-data-path a --valid-data-path b"
-    parsed = measure.parse([*f"--load-hf {folder}".split(), *words.split()])
-    config, _ = resolve(parsed, 1)
-    assert gpt_model(config.model).num_parameters == PARAMETERS
+    config, _ = resolve(measure.parse(f"--load-hf {folder} --seq-length 32 {words}".split()), 1)
+    assert gpt_model(config.model).num_parameters == PARAMETERS and config.model.seq_length == 32
     assert (config.checkpoint.load_hf, config.tokenizer.vocab_size) == (None, 307)
 
 
 @pytest.mark.parametrize("verb", [make_planner, lambda words: resolve(measure.parse(words), 1)])
-def test_what_is_wrong_with_the_folder_is_told(folder: Path, verb, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_wrong_with_the_folder_is_told(folder: Path, verb: Callable[[list[str]], object]) -> None:
     with pytest.raises(ConfigError) as caught:
         verb(f"--load-hf {folder} --micro-batch-size 1 --num-layers 5".split())
     assert caught.value.problems == ["--num-layers is 5, and the model of --load-hf has 3: leave the flag out."]
     with pytest.raises(ConfigError) as caught:
-        verb(f"--load-hf {tmp_path}/none --micro-batch-size 1".split())
-    assert (
-        caught.value.problems[0] == f"--load-hf: {tmp_path}/none/config.json cannot be read: No such file or directory"
-    )
+        verb(f"--load-hf {folder}/none --micro-batch-size 1".split())
+    assert caught.value.problems[0] == f"--load-hf: {folder}/none/config.json cannot be read: No such file or directory"

@@ -9,6 +9,7 @@ import pytest
 
 from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError
+from tests.unit.data.corpora import write_corpus
 
 DOCUMENTS = [[1, 2, 3], [], [65535], [7, 8]]  # the second one is an empty document
 GOLDEN_BIN = struct.pack("<6H", 1, 2, 3, 65535, 7, 8)
@@ -21,10 +22,8 @@ GOLDEN_IDX = (
 )
 
 
-def write(prefix: Path, documents: list[list[int]] = DOCUMENTS, dtype: str = "uint16") -> Path:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype=np.int64))
+def write(prefix: Path) -> Path:
+    write_corpus(prefix, DOCUMENTS, "uint16")
     return prefix
 
 
@@ -95,8 +94,10 @@ def test_damage_is_refused_with_numbers(tmp_path: Path, idx: bytes, bin_: bytes,
 
 @pytest.mark.parametrize("tokens", [[65536], [-1], [1.5]])
 def test_tokens_that_do_not_fit_are_refused(tmp_path: Path, tokens: list[float]) -> None:
-    with pytest.raises(DataError, match="do not fit uint16"), \
-            IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer:  # fmt: skip
+    with (
+        pytest.raises(DataError, match="do not fit uint16"),
+        IndexedDatasetWriter(tmp_path / "corpus", "uint16") as writer,
+    ):
         writer.add_document(np.array(tokens))
     assert os.listdir(tmp_path) == []
 

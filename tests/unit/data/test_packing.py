@@ -7,21 +7,19 @@ import pytest
 
 from gptpar.cli import main
 from gptpar.data.gpt_dataset import GPTDataset
-from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
+from gptpar.data.indexed import IndexedDataset
 from gptpar.data.packing import PackSpec, best_fit, pack
+from tests.unit.data.corpora import write_corpus
 
 EOD = 9999
 
 
 def written(prefix: Path, lengths: list[int]) -> list[np.ndarray]:
     """A corpus whose tokens are all different, each document ending with EOD."""
-    documents, first = [], 0
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for length in lengths:
-            tokens = np.append(np.arange(first, first + length - 1), EOD) if length else np.array([], np.int64)
-            documents.append(tokens)
-            writer.add_document(tokens)
-            first += length
+    documents = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    for document in documents:
+        document[-1:] = EOD
+    write_corpus(prefix, documents)
     return documents
 
 

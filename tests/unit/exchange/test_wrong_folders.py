@@ -12,11 +12,9 @@ import torch
 
 from gptpar.checkpoint import read_tensors
 from gptpar.cli.convert import main as convert
-from gptpar.config.flags import parse_flags
 from gptpar.errors import CheckpointError
 from gptpar.exchange.hf_folder import open_hf, shapes_of
 from gptpar.exchange.hf_import import fill_from_hf
-from gptpar.exchange.start_from_hf import take_model_of_hf
 from gptpar.topology.tensor_parts import whole
 from tests.unit.exchange.hf_models import refusal, save_theirs
 
@@ -145,23 +143,3 @@ def test_what_convert_cannot_begin_with_is_told(folder: Path, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"empty holds no checkpoint, which gptpar cannot convert: give"):
         convert([str(tmp_path / "empty"), str(tmp_path / "run")])
-
-
-@pytest.mark.parametrize("family", ["GPT-2", "Llama"])
-def test_a_longer_sequence_than_the_folders_is_told_with_a_remedy_that_works(family: str, tmp_path: Path) -> None:
-    """Learned positions cannot be stretched."""
-
-    def problems(length: int, more: str = "") -> list[str]:
-        parsed = parse_flags(f"--load-hf {tmp_path} --seq-length {length} --micro-batch-size 1 {more}".split())
-        take_model_of_hf(parsed, str(tmp_path))
-        return parsed.problems
-
-    save_theirs(tmp_path, family)
-    stretched = "--rope-scaling-type yarn --rope-scaling-factor 4 --original-max-position-embeddings 16"
-    remedy = f", or stretch them, such as by {stretched}, or by a larger --rotary-base" if family == "Llama" else ""
-    told = [f"--seq-length 64 goes past the 16 positions of the model of --load-hf: use at most 16{remedy}."]
-    assert problems(64) == told and problems(16) == problems(8) == []
-    if family == "GPT-2":
-        assert problems(64, "--rotary-base 10000") == told
-    else:
-        assert problems(64, stretched) == problems(64, "--rotary-base 500000") == []

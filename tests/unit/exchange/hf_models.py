@@ -54,6 +54,20 @@ def refusal(root: Path) -> str:
     return str(told.value)
 
 
+def made_run(root: Path) -> Path:
+    """What convert makes of the folder ``theirs``, which stays as it is."""
+    before = contents(root / "theirs")
+    assert convert([str(root / "theirs"), str(root / "run")]) == 0
+    assert contents(root / "theirs") == before
+    return root / "run"
+
+
+def made_hf(root: Path, *flags: str, name: str = "back") -> Path:
+    """What convert makes of the folder ``run``."""
+    assert convert([str(root / "run"), str(root / name), *flags]) == 0
+    return root / name
+
+
 def our_logits(run: Path, tokens: torch.Tensor) -> torch.Tensor:
     """Of a run folder's checkpoint, in fp64."""
     stage, _ = load_model(run, torch.device("cpu"), torch.float64)

@@ -11,7 +11,8 @@ import torch
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.topology.initial_values import initialise
-from tests.helpers import inits_of_stage, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.unit.exchange.hf_models import logits_of, our_logits
 
 Weights = dict[str, torch.Tensor]
 GPT2 = "--num-layers 4"
@@ -46,6 +47,15 @@ def our_model(flags: str) -> tuple[Stage, Weights]:
     for name, value in weights.items():
         value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     return stage, weights
+
+
+def require_same_logits(run: Path, stage: Stage, weights: Weights) -> None:
+    """Of a run folder and of a stage with these weights, bit for bit."""
+    tokens = random_tokens(3, 15, 60)
+    stage.place({name: value.double() for name, value in weights.items()})
+    found = our_logits(run, tokens)
+    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
+    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
 def arguments(flags: str, **more: Any) -> Namespace:

@@ -16,7 +16,7 @@ from gptpar.exchange.exports import Exports
 from gptpar.model.families import config_of
 from gptpar.run.generation import load_model
 from tests.helpers import TINY, tiny_config
-from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, save_theirs, write_bpe
+from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, made_hf, made_run, save_theirs, write_bpe
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,7 +28,7 @@ RUN += "--lr 1e-2 --mock-data --eval-iters 0 "
 def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     pretrain(f"{RUN} {write_bpe(tmp_path / 'bpe')} --save {run} --save-interval 1".split())
-    convert([str(run), str(out)])
+    made_hf(tmp_path, name="out")
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     assert model.config.vocab_size == 259 and model.config.eos_token_id == 258  # of 384 rows
     stage, stored = load_model(run, torch.device("cpu"), torch.float64)
@@ -42,16 +42,15 @@ def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> Non
     assert reader.decode(reader("hello there").input_ids) == "hello there"
     before = contents(out)
     (tmp_path / "bpe/v.json").unlink()  # the checkpoint has its own
-    convert([str(run), str(tmp_path / "again")])
-    assert contents(tmp_path / "again") == before
+    assert contents(made_hf(tmp_path, name="again")) == before
     (run / "iter_0000001" / "tokenizer" / "vocab.json").unlink()
     with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*vocab.json cannot be read.*--vocab-file"):
         convert([str(run), str(out)])
     assert contents(out) == before
-    convert([str(run), str(tmp_path / "bare"), "--no-tokenizer", "--dtype", "bf16"])
-    names = {path.name for path in (tmp_path / "bare").iterdir()}
+    bare = made_hf(tmp_path, "--no-tokenizer", "--dtype", "bf16", name="bare")
+    names = {path.name for path in bare.iterdir()}
     assert names == {"config.json", "generation_config.json", "model.safetensors"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "bare", dtype="auto")  # as config.json says
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(bare, dtype="auto")  # as config.json says
     assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
 
 
@@ -112,7 +111,7 @@ def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> No
 
 def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Llama")
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    made_run(tmp_path)
     headers = tmp_path / "run/huggingface/safetensors_headers.json"
     (text,) = json.loads(headers.read_text()).values()
     headers.write_text(json.dumps({"../../escaped.safetensors": text}))
@@ -127,7 +126,7 @@ def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path, monkey
     save_theirs(tmp_path / "theirs", "Llama")
     for name in ("transformers", "safetensors"):
         monkeypatch.setitem(sys.modules, name, None)
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    made_run(tmp_path)
     said: list[str] = []
     exports = Exports(2, said.append)
     for iteration in (0, 1, 2):  # the second is none of those, the third finds the first one's folder

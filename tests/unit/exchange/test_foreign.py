@@ -36,7 +36,7 @@ FOREIGN = {
         "a Megatron-LM checkpoint, torch_dist format (iter_0000100)",
         MAKES_ONE,
     ),
-    "iter_0000009/common.pt iter_0000009/metadata.json iter_0000009/weight/.zarray": (
+    "iter_0000009/common.pt iter_0000009/metadata.json iter_0000009/w/.zarray": (
         "zarr format (iter_0000009)",
         NO_WAY,
     ),
@@ -63,11 +63,11 @@ FOREIGN = {
         OLMO,
     ),
     "ckpt.pt": ("a nanoGPT checkpoint (ckpt.pt)", NO_WAY),
-    "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": (
+    "latest.txt=10 10/config.yaml 10/model_config.json 10/model/a.safetensors": (
         "nanotron checkpoint (10)",
         NANOTRON,
     ),
-    "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": (
+    "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/opt/x.pt": (
         "nanotron checkpoint (9)",
         NANOTRON,
     ),

@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.cli.convert import main as convert
-from tests.unit.exchange.hf_models import TOKENS, contents, our_logits, refusal, require_equal_logits, save_theirs
+from tests.unit.exchange.hf_models import (
+    TOKENS,
+    contents,
+    made_hf,
+    made_run,
+    our_logits,
+    refusal,
+    require_equal_logits,
+    save_theirs,
+)
 from tests.unit.model.test_families import CASES
 
 transformers = pytest.importorskip("transformers")
@@ -27,16 +35,14 @@ def slow_but(*values: Any, fast: Collection[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", slow_but(*CASES, fast=FAST))
 def test_in_and_out_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs, run, back, out = (tmp_path / folder for folder in ("theirs", "run", "back", "out"))
-    reference = save_theirs(theirs, name)
-    before = contents(theirs)
-    assert convert([str(theirs), str(run)]) == 0
+    reference = save_theirs(tmp_path / "theirs", name)
+    run = made_run(tmp_path)
     assert "made the checkpoint" in capsys.readouterr().out
     require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
-    assert convert([str(run), str(back)]) == 0
-    assert contents(back) == contents(theirs) == before
+    assert contents(made_hf(tmp_path)) == contents(tmp_path / "theirs")
+
     shutil.rmtree(run / "huggingface")  # as a run that began here, what is written anew is loaded unedited
-    convert([str(run), str(out), "--max-shard-size", "9KB"])
+    out = made_hf(tmp_path, "--max-shard-size", "9KB", name="out")
     assert (out / "model.safetensors.index.json").exists()
     loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
         out, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager", output_loading_info=True
@@ -50,28 +56,26 @@ def test_in_and_out_again(name: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_shards_of_bf16_and_tokenizer_files_come_back_byte_for_byte(tmp_path: Path) -> None:
-    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    theirs = tmp_path / "theirs"
     save_theirs(theirs, "Qwen3", dtype=torch.bfloat16, max_shard_size="8KB")
     (theirs / "tokenizer_config.json").write_text('{"eos_token":"<|im_end|>"}')
     (theirs / "README.md").write_text("a card\n")
     assert len(list(theirs.glob("*.safetensors"))) > 2
-    convert([str(theirs), str(run)])
-    convert([str(run), str(back)])
-    assert contents(back) == contents(theirs)
+    made_run(tmp_path)
+    assert contents(made_hf(tmp_path)) == contents(theirs)
 
 
 @pytest.mark.parametrize("second", slow_but(False, True, fast=[False]), ids=["once", "twice"])
 def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_path: Path) -> None:
     """Under the old names of GPT-2's own files; a second copy of the tied embedding and buffers do not come back."""
-    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    theirs = tmp_path / "theirs"
     reference = save_theirs(theirs, "GPT-2")
     whole = safetensors.load_file(theirs / "model.safetensors")
     weights = {name.removeprefix("transformer."): value for name, value in whole.items()}
     more = {"lm_head.weight": weights["wte.weight"].clone(), "h.0.attn.bias": torch.ones(1, 1, 16, 16).tril()}
     safetensors.save_file(weights | (more if second else {}), theirs / "model.safetensors", {"format": "pt"})
-    convert([str(theirs), str(run)])
-    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
-    convert([str(run), str(back)])
+    require_equal_logits(our_logits(made_run(tmp_path), TOKENS), reference, TOKENS)
+    back = made_hf(tmp_path)
     if second:
         there = safetensors.load_file(back / "model.safetensors")
         assert there.keys() == whole.keys() and all(torch.equal(there[name], whole[name]) for name in whole)
@@ -82,7 +86,7 @@ def test_weights_that_are_there_once_come_back_byte_for_byte(second: bool, tmp_p
 @pytest.mark.parametrize("form", slow_but("one file", "shards", "torch's old format", fast=["one file"]))
 def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path: Path) -> None:
     """With the tied head and a mask as older versions saved them."""
-    theirs, run, back = tmp_path / "theirs", tmp_path / "run", tmp_path / "back"
+    theirs = tmp_path / "theirs"
     reference = save_theirs(theirs, "GPT-2")
     weights = safetensors.load_file(theirs / "model.safetensors")
     weights |= {"lm_head.weight": weights["transformer.wte.weight"]}
@@ -95,12 +99,8 @@ def test_pickled_weights_are_read_and_written_as_safetensors(form: str, tmp_path
         (theirs / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": places}))
     else:
         torch.save(weights, theirs / "pytorch_model.bin", _use_new_zipfile_serialization=form == "one file")
-    before = contents(theirs)
-    assert convert([str(theirs), str(run)]) == 0
-    require_equal_logits(our_logits(run, TOKENS), reference, TOKENS)
-    assert contents(theirs) == before
-    convert([str(run), str(back)])
-    assert not [path for path in back.iterdir() if "bin" in path.name]
+    require_equal_logits(our_logits(made_run(tmp_path), TOKENS), reference, TOKENS)
+    assert not [path for path in made_hf(tmp_path).iterdir() if "bin" in path.name]
 
 
 def test_pickled_weights_of_another_form_are_refused(tmp_path: Path) -> None:

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gptpar.cli.convert import main as convert
 from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.megatron.arguments import NEEDED
-from tests.helpers import random_tokens
-from tests.unit.exchange.hf_models import contents, logits_of, our_logits, refusal
+from tests.unit.exchange.hf_models import made_run, refusal
 from tests.unit.exchange.megatron_models import (
     FUSED,
     GPT2,
@@ -24,6 +22,7 @@ from tests.unit.exchange.megatron_models import (
     of_module,
     of_rank,
     our_model,
+    require_same_logits,
     save,
     save_pipelined,
 )
@@ -102,14 +101,7 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(name: str, tmp_path: Pat
     save_theirs, flags = CASES[name]
     stage, weights = our_model(flags)
     save_theirs(tmp_path / "theirs", weights, flags)
-    before = contents(tmp_path / "theirs")
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-    assert contents(tmp_path / "theirs") == before
-    tokens = random_tokens(3, 15, 60)
-    stage.place({name: value.double() for name, value in weights.items()})
-    found = our_logits(tmp_path / "run", tokens)
-    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
-    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
+    require_same_logits(made_run(tmp_path), stage, weights)
 
 
 CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
@@ -159,7 +151,7 @@ def test_without_arguments_the_file_and_what_to_add_are_told(tmp_path: Path) -> 
         assert f"args=argparse.Namespace({', '.join(f'{name}=...' for name in NEEDED)}), and those" in told
     given = vars(arguments(GPT2))
     edited(tmp_path, lambda content: content | {"args": Namespace(**{name: given[name] for name in NEEDED})})
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    made_run(tmp_path)
 
 
 def test_weights_that_are_not_finite_are_told(tmp_path: Path) -> None:

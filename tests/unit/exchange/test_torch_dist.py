@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.convert import main as convert
-from tests.helpers import random_tokens
-from tests.unit.exchange.hf_models import contents, logits_of, our_logits, refusal
+from tests.unit.exchange.hf_models import made_run, refusal
 from tests.unit.exchange.megatron_models import (
     FUSED,
     GPT2,
@@ -27,6 +26,7 @@ from tests.unit.exchange.megatron_models import (
     arguments,
     block_name,
     our_model,
+    require_same_logits,
     save,
 )
 
@@ -134,15 +134,8 @@ def test_logits_are_equal_and_the_source_stays_as_it_is(
         state["decoder.layers.mlp.linear_fc1._extra_state/shard_0_4"] = {"an": "object"}
         state["optimizer.state.exp_avg.decoder.final_layernorm.weight"] = torch.ones(32)  # but for no other weight
     save_torch_dist(tmp_path / "theirs/iter_0000030", state, common_of(flags), in_boxes=in_boxes)
-    before = contents(tmp_path / "theirs")
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    require_same_logits(made_run(tmp_path), stage, weights)
     assert "it holds weights alone: a run begins with them by" in capsys.readouterr().out
-    assert contents(tmp_path / "theirs") == before
-    tokens = random_tokens(3, 15, 60)
-    stage.place({name: value.double() for name, value in weights.items()})
-    found = our_logits(tmp_path / "run", tokens)
-    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
-    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -231,4 +224,4 @@ def test_the_description_may_be_of_megatrons_own_class(tmp_path: Path, folder: P
     ours, theirs = b"torch.distributed.checkpoint.metadata\nMetadata\n", b"MCoreMetadata\n"
     assert text.count(ours) == 1
     metadata.write_bytes(text.replace(ours, b"megatron.core.dist_checkpointing.strategies.torch\n" + theirs))
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
+    made_run(tmp_path)

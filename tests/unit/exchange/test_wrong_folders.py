@@ -16,7 +16,7 @@ from gptpar.errors import CheckpointError
 from gptpar.exchange.hf_folder import open_hf, shapes_of
 from gptpar.exchange.hf_import import fill_from_hf
 from gptpar.topology.tensor_parts import whole
-from tests.unit.exchange.hf_models import refusal, save_theirs
+from tests.unit.exchange.hf_models import made_hf, made_run, refusal, save_theirs
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -125,10 +125,8 @@ def test_a_head_that_repeats_the_tied_embedding_is_fine_and_generation_config_ma
     with_tensor("lm_head.weight", embedding)(folder)
     edited(tie_word_embeddings=True)(folder)
     (folder / "generation_config.json").unlink()
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-    assert "weights/output.weight" not in read_tensors(tmp_path / "run/iter_0000000")
-    assert convert([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-    assert (tmp_path / "hf/generation_config.json").is_file()
+    assert "weights/output.weight" not in read_tensors(made_run(tmp_path) / "iter_0000000")
+    assert (made_hf(tmp_path) / "generation_config.json").is_file()
 
 
 def test_what_convert_cannot_begin_with_is_told(folder: Path, tmp_path: Path) -> None:

@@ -133,15 +133,6 @@ def test_an_iteration_asked_for_has_no_stand_in(root: Path) -> None:
         load_checkpoint(root, tensors(0), iteration=9, report=lambda _: None)
 
 
-def test_nothing_whole_left_lists_every_damage(root: Path) -> None:
-    for iteration in (1, 2, 3):
-        flip(root / f"iter_000000{iteration}" / "rank00000.bin", iteration)
-    with pytest.raises(CheckpointError) as error:
-        load_checkpoint(root, tensors(0), report=lambda _: None)
-    assert str(error.value).count("damaged, CRC-32") == 3 and "so nothing can be resumed from it" in str(error.value)
-    assert load_meta(root) == {"iteration": 3}
-
-
 def forge(path: Path, change: Callable[[dict], None]) -> None:
     """Alter a manifest and give it a valid SHA-256, as an attacker would."""
     body = json.loads((path / "manifest.json").read_text())["manifest"]
@@ -230,42 +221,40 @@ def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -
 
 
 def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect([str(root)]) == 0
-    listing = capsys.readouterr().out
+    def printed(*words: Path | str, code: int = 0) -> str:
+        assert inspect([str(word) for word in words]) == code
+        return capsys.readouterr().out
+
+    listing = printed(root)
     assert [line.split()[0] for line in listing.splitlines()] == ["iteration", "3", "2", "1"]
     assert "3,001,007 (model 3,001,000, optim 7)" in listing
-    assert inspect([str(root / "iter_0000003"), "--verify"]) == 0
-    one = capsys.readouterr().out
+    newest, older = root / "iter_0000003", root / "iter_0000002"
+    one = printed(newest, "--verify")
     assert "meta: iteration=3" in one and "total: 3 tensors, 3,001,007 elements, 11.45 MiB" in one
     assert "every byte of" in one
-    flip(root / "iter_0000002" / "rank00000.bin", 0)
-    flip(root / "iter_0000002" / "rank00000.bin", 12004001)
-    assert inspect([str(root)]) == 0
-    assert inspect([str(root), "--verify"]) == 1
-    assert capsys.readouterr().out.count("DAMAGED") == 2
-    assert inspect([str(root / "iter_0000002"), "--verify", "--json"]) == 1
-    summary = json.loads(capsys.readouterr().out)
+    for offset in (0, 12004001):
+        flip(older / "rank00000.bin", offset)
+    assert "DAMAGED" not in printed(root) and printed(root, "--verify", code=1).count("DAMAGED") == 2
+    summary = json.loads(printed(older, "--verify", "--json", code=1))
     assert len(summary["problems"]) == 2 and summary["table"][0]["shape"] == [1000]
     (root / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        inspect([str(root / "empty")])
-    with pytest.raises(CheckpointError, match="absent does not exist: name a folder of checkpoints."):
-        inspect([str(root / "absent")])
-    one = root / "iter_0000003"
-    with pytest.raises(CheckpointError, match=f"{one} is itself a checkpoint: gptpar inspect {one} shows it, and .*"):
-        runs([str(one)])
+    for name, told in (("empty", "no checkpoint"), ("absent", "absent does not exist: name a folder of checkpoints.")):
+        with pytest.raises(CheckpointError, match=told):
+            inspect([str(root / name)])
+    with pytest.raises(CheckpointError, match=f"{newest} is itself a checkpoint: gptpar inspect {newest} shows it"):
+        runs([str(newest)])
 
 
-def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:
+def test_nothing_whole_left_lists_every_damage_and_proved_first_no_byte_is_used(root: Path) -> None:
     for iteration in (1, 2, 3):
         flip(root / f"iter_000000{iteration}" / "rank00000.bin", 12004027)  # in the last tensor
     targets = tensors(0)
-    with pytest.raises(DamagedCheckpoint, match="no whole checkpoint in"):
-        load_checkpoint(root, targets, prove_first=True, report=lambda _: None)
-    assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items())
-    with pytest.raises(DamagedCheckpoint):
-        load_checkpoint(root, targets, report=lambda _: None)
-    assert not torch.equal(targets["model.a"], tensors(0)["model.a"])
+    for prove_first in (True, False):
+        with pytest.raises(DamagedCheckpoint, match="(?s)no whole checkpoint in.*so nothing can be resumed") as error:
+            load_checkpoint(root, targets, prove_first=prove_first, report=lambda _: None)
+        assert str(error.value).count("damaged, CRC-32") == 3
+        assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items()) == prove_first
+    assert load_meta(root) == {"iteration": 3}
 
 
 def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -10,20 +11,9 @@ from gptpar.data import kernels
 from gptpar.data.blend import BLOCK, BlendedDataset, normalize, parse_data_path, sizes_per_dataset
 
 
-class Numbers:
-    """Sample i of data set `name` is [name, i]."""
-
-    def __init__(self, name: int, size: int):
-        self.name, self.size = name, size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.array([self.name, index])
-
-    def describe(self, index: int) -> str:
-        return f"sample {index} of set {self.name}"
+def sets_of(sizes: Iterable[int]) -> list[list[tuple[int, int]]]:
+    """Sample i of set j is (j, i)."""
+    return [[(j, i) for i in range(size)] for j, size in enumerate(sizes)]
 
 
 def plain(weights: np.ndarray, size: int, limits: list[int] | None = None) -> list[tuple[int, int]]:
@@ -51,13 +41,12 @@ def located(blend: BlendedDataset) -> list[tuple[int, int]]:
 def test_weighted_blends_are_those_of_the_plain_loop(weights: list[float], n: int) -> None:
     shares = normalize(weights).tolist()
     # one sample at least, as every corpus has: the rule's first tie gives even a weight of 0 a sample
-    sets = [Numbers(j, max(size, 1)) for j, size in enumerate(sizes_per_dataset(n, weights))]
-    blend = BlendedDataset(sets, weights, n)
+    blend = BlendedDataset(sets_of(max(size, 1) for size in sizes_per_dataset(n, weights)), weights, n)
     assert len(blend) == sum(math.ceil(n * share) for share in shares)
     expected = plain(normalize(shares), len(blend))
     assert located(blend) == expected
     for i in (len(blend) - 1, 0, len(blend) // 2):  # any order of access
-        assert tuple(blend[i].tolist()) == expected[i]
+        assert blend[i] == expected[i]
     with pytest.raises(IndexError):
         blend.locate(len(blend))
 
@@ -76,15 +65,14 @@ EDGE_CASES = [
 
 @pytest.mark.parametrize("weights, n, length, crc", EDGE_CASES)
 def test_last_bits_of_the_weights_are_megatrons(weights: list[float], n: int, length: int, crc: int) -> None:
-    sets = [Numbers(j, size) for j, size in enumerate(sizes_per_dataset(n, weights))]
-    blend = BlendedDataset(sets, weights, n)
+    blend = BlendedDataset(sets_of(sizes_per_dataset(n, weights)), weights, n)
     assert len(blend) == length
     assert zlib.crc32(np.array([j for j, _ in located(blend)], "<i2").tobytes()) == crc
 
 
 def test_without_weights_each_set_is_read_once() -> None:
     sizes = [5, 0, 17, 3]
-    blend = BlendedDataset([Numbers(j, size) for j, size in enumerate(sizes)])
+    blend = BlendedDataset(sets_of(sizes))
     expected = plain(normalize(sizes), 25, sizes)
     assert located(blend) == expected
     assert sorted(expected) == [(j, i) for j, size in enumerate(sizes) for i in range(size)]

@@ -20,8 +20,8 @@ def plain(weights: np.ndarray, size: int, limits: list[int] | None = None) -> li
     """(set, index inside it) of each sample, by the loop that is taken without a compiler."""
     choices, indices = np.zeros(size, np.int16), np.zeros(size, np.int64)
     room = np.array(limits or [size] * len(weights))
-    assert kernels._blend_plain(weights, room, 0, size, np.zeros(len(weights), np.int64), choices, indices) == size
-    return list(zip(choices.tolist(), indices.tolist(), strict=True))
+    placed = kernels._blend_plain(weights, room, 0, size, np.zeros(len(weights), np.int64), choices, indices)
+    return list(zip(choices[:placed].tolist(), indices[:placed].tolist(), strict=True))
 
 
 def located(blend: BlendedDataset) -> list[tuple[int, int]]:
@@ -73,7 +73,7 @@ def test_last_bits_of_the_weights_are_megatrons(weights: list[float], n: int, le
 def test_without_weights_each_set_is_read_once() -> None:
     sizes = [5, 0, 17, 3]
     blend = BlendedDataset(sets_of(sizes))
-    expected = plain(normalize(sizes), 25, sizes)
+    expected = plain(normalize(sizes), 30, sizes)
     assert located(blend) == expected
     assert sorted(expected) == [(j, i) for j, size in enumerate(sizes) for i in range(size)]
 

@@ -38,6 +38,13 @@ FUSED = OLD | {
     "mlp.up": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
 }
+ENDS = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "positions.weight": "embedding.position_embeddings.weight",
+    "output.weight": "output_layer.weight",
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "final_norm.bias": "decoder.final_layernorm.bias",
+}
 
 
 def our_model(flags: str) -> tuple[Stage, Weights]:
@@ -94,6 +101,18 @@ def block_name(name: str, table: Mapping[str, str], first: int) -> str:
     ours, _, end = inner.rpartition(".")
     theirs = table[ours]
     return f"layers.{int(number) - first}.{theirs}{'' if theirs.endswith('_') else '.'}{end}"
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """Of two; the tied embedding is in both."""
+    if name.startswith("layers."):
+        return (int(name.split(".")[1]) // 2,)
+    return {"embedding.weight": (0, 1), "positions.weight": (0, 1)}.get(name, (1,))
+
+
+def of_core(name: str, first: int = 0) -> str:
+    """The name in Megatron Core, whose norms are fused."""
+    return ENDS.get(name) or f"decoder.{block_name(name, FUSED, first)}"
 
 
 def of_module(name: str) -> str:

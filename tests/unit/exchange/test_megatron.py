@@ -13,40 +13,27 @@ from gptpar.exchange.files.safe_pickle import load_torch_file
 from gptpar.exchange.megatron.arguments import NEEDED
 from tests.unit.exchange.hf_models import made_run, refusal
 from tests.unit.exchange.megatron_models import (
-    FUSED,
     GPT2,
     LLAMA,
     Weights,
     arguments,
-    block_name,
+    of_core,
     of_module,
     of_rank,
     our_model,
     require_same_logits,
     save,
     save_pipelined,
+    stages_of,
 )
 
 
 def save_core(root: Path, weights: Weights, flags: str) -> None:
     """Megatron Core's flat names with fused norms, two tensor ranks and two stages."""
-    ends = {
-        "embedding.weight": "embedding.word_embeddings.weight",
-        "positions.weight": "embedding.position_embeddings.weight",
-        "output.weight": "output_layer.weight",
-    }
     for rank in range(2):
         for stage in range(2):
-            state: dict[str, Any] = {}
-            for name, value in weights.items():
-                part = of_rank(name, value, rank)
-                if name.startswith("layers."):
-                    if int(name.split(".")[1]) // 2 == stage:
-                        state[f"decoder.{block_name(name, FUSED, 2 * stage)}"] = part
-                elif name.startswith("final_norm"):
-                    state |= {f"decoder.final_layernorm.{name.split('.')[1]}": part} if stage else {}
-                elif stage == (name == "output.weight"):
-                    state[ends[name]] = part
+            here = {name: value for name, value in weights.items() if stages_of(name)[0] == stage}
+            state = {of_core(name, 2 * stage): of_rank(name, value, rank) for name, value in here.items()}
             state["decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
             path = root / f"iter_0000030/mp_rank_0{rank}_00{stage}/model_optim_rng.pt"
             save(path, {**beside(flags), "iteration": 30, "model": state})

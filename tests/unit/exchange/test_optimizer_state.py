@@ -22,6 +22,7 @@ from tests.unit.exchange.megatron_models import (
     of_rank,
     save,
     save_pipelined,
+    stages_of,
 )
 
 BEFORE, AFTER, BATCH = 4, 5, 4
@@ -123,13 +124,6 @@ def save_zero(root: Path, states: dict[str, Weights], fragment: type, *, pipelin
             name = f"bf16_zero_pp_rank_{data_rank}_mp_rank_{model_rank:02d}_optim_states.pt"
             save(folder / name, {"optimizer_state_dict": {**state, "param_slice_mappings": mappings}})
     save_models(folder, {name: value.bfloat16() for name, value in states["fp32"].items()}, pipeline=pipeline)
-
-
-def stages_of(name: str) -> tuple[int, ...]:
-    """Of two; the tied embedding is in both."""
-    if name.startswith("layers."):
-        return (int(name.split(".")[1]) // 2,)
-    return {"embedding.weight": (0, 1), "positions.weight": (0, 1)}.get(name, (1,))
 
 
 def save_models(folder: Path, weights: Weights, *, pipeline: bool) -> None:

@@ -18,37 +18,28 @@ from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.convert import main as convert
 from tests.unit.exchange.hf_models import made_run, refusal
 from tests.unit.exchange.megatron_models import (
-    FUSED,
     GPT2,
     LLAMA,
     Harm,
     Weights,
     arguments,
-    block_name,
+    of_core,
     our_model,
     require_same_logits,
     save,
 )
 
-ENDS = {
-    "embedding.weight": "embedding.word_embeddings.weight",
-    "positions.weight": "embedding.position_embeddings.weight",
-    "output.weight": "output_layer.weight",
-    "final_norm.weight": "decoder.final_layernorm.weight",
-    "final_norm.bias": "decoder.final_layernorm.bias",
-}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def theirs(weights: Weights, *, stacked: bool) -> Weights:
     """Whole tensors by Megatron Core's names; a gated MLP's two parts are one after the other."""
-    flat = {name: value.flatten(0, 1) if value.dim() == 3 else value for name, value in weights.items()}
-    found = {ENDS[name]: value for name, value in flat.items() if name in ENDS}
-    blocks = {f"decoder.{block_name(name, FUSED, 0)}": value for name, value in flat.items() if name not in ENDS}
+    whole = {of_core(name): value.flatten(0, 1) if value.dim() == 3 else value for name, value in weights.items()}
     if not stacked:
-        return found | blocks
-    for name in [name for name in blocks if name.startswith("decoder.layers.0.")]:
-        layers = [blocks[name.replace("layers.0.", f"layers.{layer}.")] for layer in range(4)]
+        return whole
+    found = {name: value for name, value in whole.items() if ".layers." not in name}
+    for name in [name for name in whole if name.startswith("decoder.layers.0.")]:
+        layers = [whole[name.replace("layers.0.", f"layers.{layer}.")] for layer in range(4)]
         found[name.replace("layers.0.", "layers.")] = torch.stack(layers)
     return found
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,26 +75,22 @@ def test_one_flipped_bit_is_named_and_the_previous_checkpoint_used(
     loaded = load_checkpoint(root, targets, report=said.append)
     assert (loaded.iteration, loaded.meta) == (2, {"iteration": 2})
     assert all(torch.equal(targets[name], wanted) for name, wanted in tensors(2).items())
-    for sentence in (*loaded.skipped, *said, *verify_checkpoint(newest)):
-        assert f"rank00000.bin: tensor '{tensor}', bytes {piece}: damaged, CRC-32" in sentence
-    assert len(loaded.skipped) == len(said) == len(verify_checkpoint(newest)) == 1
+    told = (loaded.skipped, said, verify_checkpoint(newest))
+    assert all(len(sentences) == 1 for sentences in told)
+    assert all(f"rank00000.bin: tensor '{tensor}', bytes {piece}: damaged, CRC-32" in one for (one,) in told)
     with pytest.raises(DamagedCheckpoint, match=tensor):
         read_tensors(newest)
 
 
-def truncate(checkpoint: Path) -> None:
-    data = (checkpoint / "rank00000.bin").read_bytes()
-    (checkpoint / "rank00000.bin").write_bytes(data[:-30])
-
-
-def append(checkpoint: Path) -> None:
-    with open(checkpoint / "rank00000.bin", "ab") as file:
-        file.write(b"x")
-
-
-DAMAGES: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, "ends at byte 12,003,998 of 12,004,028: tensor 'model.b' (bytes 4000..12004000)"),
-    (append, "has 12,004,029 bytes and should have 12,004,028"),
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (
+        lambda c: os.truncate(c / "rank00000.bin", 12003998),
+        "ends at byte 12,003,998 of 12,004,028: tensor 'model.b' (bytes 4000..12004000)",
+    ),
+    (
+        lambda c: os.truncate(c / "rank00000.bin", 12004029),
+        "has 12,004,029 bytes and should have 12,004,028",
+    ),
     (lambda c: (c / "rank00000.bin").unlink(), "rank00000.bin cannot be opened: No such file"),
     (lambda c: (c / "manifest.json").unlink(), "manifest.json is missing"),
     (lambda c: (c / "manifest.json").write_text('{"manifest": {'), "manifest.json"),
@@ -103,7 +100,7 @@ DAMAGES: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("damage", "sentence"), DAMAGES)
 def test_other_damage_is_named_and_the_previous_checkpoint_used(
-    root: Path, damage: Callable[[Path], None], sentence: str
+    root: Path, damage: Callable[[Path], object], sentence: str
 ) -> None:
     damage(root / "iter_0000003")
     loaded = load_checkpoint(root, targets := tensors(0), report=lambda _: None)
@@ -136,15 +133,6 @@ def test_an_iteration_asked_for_has_no_stand_in(root: Path) -> None:
         load_checkpoint(root, tensors(0), iteration=9, report=lambda _: None)
 
 
-def test_nothing_whole_left_lists_every_damage(root: Path) -> None:
-    for iteration in (1, 2, 3):
-        flip(root / f"iter_000000{iteration}" / "rank00000.bin", iteration)
-    with pytest.raises(CheckpointError) as error:
-        load_checkpoint(root, tensors(0), report=lambda _: None)
-    assert str(error.value).count("damaged, CRC-32") == 3 and "so nothing can be resumed from it" in str(error.value)
-    assert load_meta(root) == {"iteration": 3}
-
-
 def forge(path: Path, change: Callable[[dict], None]) -> None:
     """Alter a manifest and give it a valid SHA-256, as an attacker would."""
     body = json.loads((path / "manifest.json").read_text())["manifest"]
@@ -154,33 +142,39 @@ def forge(path: Path, change: Callable[[dict], None]) -> None:
     (path / "manifest.json").write_text(json.dumps(document))
 
 
-FORGERIES: list[Callable[[dict], None]] = [
-    lambda body: body["tensors"]["w"]["chunks"][0].update(file="../../../etc/passwd"),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(start=-8),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(pieces=[[3, 0], [21, 0]]),
-    lambda body: body["tensors"]["w"].update(shape=[1 << 60]),
-    lambda body: body["tensors"]["w"].update(dtype="torch.os.system"),
-    lambda body: body["tensors"]["w"].update(chunks=[]),
-    lambda body: body.update(version=2),
-    lambda body: body["tensors"]["w"].update(shape=[0] * 65, chunks=[]),
-    lambda body: body["tensors"]["w"]["chunks"][0].update(start=1 << 70),
-    lambda body: body["tensors"].update(v=body["tensors"]["w"]),
-    lambda body: body["tensors"]["w"].update(chunks=[chunk(1, 1, 0), chunk(1, 1, 8), chunk(1, 1, 16)]),
-]
-
-
 def chunk(offset: int, size: int, start: int) -> dict[str, object]:
     return {"offsets": [offset], "sizes": [size], "file": "rank00000.bin", "start": start, "pieces": [[8 * size, 0]]}
 
 
-@pytest.mark.parametrize("change", FORGERIES)
-def test_forged_manifests_are_refused(tmp_path: Path, change: Callable[[dict], None]) -> None:
+FORGERIES: list[dict[str, object]] = [
+    {"file": "../../../etc/passwd"},
+    {"start": -8},
+    {"start": 1 << 70},
+    {"pieces": [[3, 0], [21, 0]]},
+    {"shape": [1 << 60]},
+    {"dtype": "torch.os.system"},
+    {"chunks": []},
+    {"shape": [0] * 65, "chunks": []},
+    {"chunks": [chunk(1, 1, 0), chunk(1, 1, 8), chunk(1, 1, 16)]},
+]
+"""Fields of a tensor, or of its one chunk."""
+
+
+@pytest.mark.parametrize("fields", [*FORGERIES, {"version": 2}, {"tensors": None}], ids=str)
+def test_forged_manifests_are_refused(tmp_path: Path, fields: dict[str, object]) -> None:
     path = save_checkpoint(tmp_path, 3, {"w": torch.arange(3)}, {})
+
+    def change(body: dict[str, Any]) -> None:
+        tensor = body["tensors"]["w"]
+        if "tensors" in fields:  # two that lie at the same place
+            body["tensors"]["v"] = tensor
+        else:
+            next(one for one in (tensor["chunks"][0], tensor, body) if fields.keys() <= one.keys()).update(fields)
+
     forge(path, change)
-    with pytest.raises(DamagedCheckpoint, match="manifest.json"):
-        read_manifest(path)
-    with pytest.raises(DamagedCheckpoint, match="manifest.json"):
-        read_tensors(path)
+    for read in (read_manifest, read_tensors):
+        with pytest.raises(DamagedCheckpoint, match="manifest.json"):
+            read(path)
 
 
 @pytest.mark.slow
@@ -188,10 +182,8 @@ def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
     """A manifest of 2 MB and a sparse file may name more than any machine has; what is not there is seen sooner."""
     path = save_checkpoint(tmp_path, 3, {"w": torch.zeros(8, dtype=torch.uint8)}, {})
     size = 1 << 40
-    pieces = [[8 << 20, 0]] * (size // (8 << 20))
-    forge(
-        path, lambda body: body["tensors"]["w"].update(shape=[size], chunks=[{**chunk(0, size, 0), "pieces": pieces}])
-    )
+    one = {**chunk(0, size, 0), "pieces": [[8 << 20, 0]] * (size // (8 << 20))}
+    forge(path, lambda body: body["tensors"]["w"].update(shape=[size], chunks=[one]))
     with pytest.raises(DamagedCheckpoint, match="ends at byte 8 of 1,099,511,627,776"):
         read_tensors(path)
     os.truncate(path / "rank00000.bin", size)
@@ -199,71 +191,70 @@ def test_a_file_of_holes_is_not_taken_into_memory(tmp_path: Path) -> None:
         read_tensors(path)
 
 
-def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> None:
-    def have() -> list[int]:
-        return [iteration for iteration, _ in find_checkpoints(tmp_path)]
+def iterations(folder: Path) -> list[int]:
+    return [iteration for iteration, _ in find_checkpoints(folder)]
 
+
+def small(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((5,), float(value))}
+
+
+def test_retention_keeps_the_newest_and_the_last_whole_one(tmp_path: Path) -> None:
     for iteration in (1, 2, 3):
-        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=2)
-    assert have() == [3, 2]
-    save_checkpoint(tmp_path, 4, tensors(4), {})
-    save_checkpoint(tmp_path, 5, tensors(5), {})
+        save_checkpoint(tmp_path, iteration, small(iteration), {}, keep=2)
+    assert iterations(tmp_path) == [3, 2]
+    save_checkpoint(tmp_path, 4, small(4), {})
+    save_checkpoint(tmp_path, 5, small(5), {})
     flip(tmp_path / "iter_0000005" / "rank00000.bin", 0)
     said: list[str] = []
-    save_checkpoint(tmp_path, 1, tensors(1), {}, keep=1, report=said.append)
-    assert have() == [5, 4, 3, 2, 1] and "none of the newest 1 could be proved whole" in said[-1]
-    save_checkpoint(tmp_path, 6, tensors(6), {}, keep=2)
-    assert have() == [6, 5]
+    save_checkpoint(tmp_path, 1, small(1), {}, keep=1, report=said.append)
+    assert iterations(tmp_path) == [5, 4, 3, 2, 1] and "none of the newest 1 could be proved whole" in said[-1]
+    save_checkpoint(tmp_path, 6, small(6), {}, keep=2)
+    assert iterations(tmp_path) == [6, 5]
 
 
 def test_retention_neither_counts_nor_deletes_later_iterations(tmp_path: Path) -> None:
     """As where a run goes back in the folder of another: what was just saved is never what is deleted."""
-    for iteration in (10, 30, 40):
-        save_checkpoint(tmp_path, iteration, tensors(iteration), {})
-    for iteration in (14, 21, 28):
-        save_checkpoint(tmp_path, iteration, tensors(iteration), {}, keep=2)
-    assert [iteration for iteration, _ in find_checkpoints(tmp_path)] == [40, 30, 28, 21]
+    for iteration, keep in ((10, None), (30, None), (40, None), (14, 2), (21, 2), (28, 2)):
+        save_checkpoint(tmp_path, iteration, small(iteration), {}, keep=keep)
+    assert iterations(tmp_path) == [40, 30, 28, 21]
 
 
 def test_inspect_lists_shows_and_verifies(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect([str(root)]) == 0
-    listing = capsys.readouterr().out
+    def printed(*words: Path | str, code: int = 0) -> str:
+        assert inspect([str(word) for word in words]) == code
+        return capsys.readouterr().out
+
+    listing = printed(root)
     assert [line.split()[0] for line in listing.splitlines()] == ["iteration", "3", "2", "1"]
     assert "3,001,007 (model 3,001,000, optim 7)" in listing
-    assert inspect([str(root / "iter_0000003"), "--verify"]) == 0
-    one = capsys.readouterr().out
+    newest, older = root / "iter_0000003", root / "iter_0000002"
+    one = printed(newest, "--verify")
     assert "meta: iteration=3" in one and "total: 3 tensors, 3,001,007 elements, 11.45 MiB" in one
     assert "every byte of" in one
-    flip(root / "iter_0000002" / "rank00000.bin", 0)
-    flip(root / "iter_0000002" / "rank00000.bin", 12004001)
-    assert inspect([str(root)]) == 0
-    assert inspect([str(root), "--verify"]) == 1
-    assert capsys.readouterr().out.count("DAMAGED") == 2
-    assert inspect([str(root / "iter_0000002"), "--verify", "--json"]) == 1
-    summary = json.loads(capsys.readouterr().out)
+    for offset in (0, 12004001):
+        flip(older / "rank00000.bin", offset)
+    assert "DAMAGED" not in printed(root) and printed(root, "--verify", code=1).count("DAMAGED") == 2
+    summary = json.loads(printed(older, "--verify", "--json", code=1))
     assert len(summary["problems"]) == 2 and summary["table"][0]["shape"] == [1000]
     (root / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint"):
-        inspect([str(root / "empty")])
-    with pytest.raises(CheckpointError) as absent:
-        inspect([str(root / "absent")])
-    assert str(absent.value) == f"{root / 'absent'} does not exist: name a folder of checkpoints."
-    with pytest.raises(CheckpointError) as single:
-        runs([str(root / "iter_0000003")])
-    there = f"gptpar inspect {root / 'iter_0000003'} shows it, and gptpar runs {root} the folder that it is in"
-    assert str(single.value) == f"{root / 'iter_0000003'} is itself a checkpoint: {there}"
+    for name, told in (("empty", "no checkpoint"), ("absent", "absent does not exist: name a folder of checkpoints.")):
+        with pytest.raises(CheckpointError, match=told):
+            inspect([str(root / name)])
+    with pytest.raises(CheckpointError, match=f"{newest} is itself a checkpoint: gptpar inspect {newest} shows it"):
+        runs([str(newest)])
 
 
-def test_proved_first_no_byte_of_a_damaged_checkpoint_is_used(root: Path) -> None:
+def test_nothing_whole_left_lists_every_damage_and_proved_first_no_byte_is_used(root: Path) -> None:
     for iteration in (1, 2, 3):
         flip(root / f"iter_000000{iteration}" / "rank00000.bin", 12004027)  # in the last tensor
     targets = tensors(0)
-    with pytest.raises(DamagedCheckpoint, match="no whole checkpoint in"):
-        load_checkpoint(root, targets, prove_first=True, report=lambda _: None)
-    assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items())
-    with pytest.raises(DamagedCheckpoint):
-        load_checkpoint(root, targets, report=lambda _: None)
-    assert not torch.equal(targets["model.a"], tensors(0)["model.a"])
+    for prove_first in (True, False):
+        with pytest.raises(DamagedCheckpoint, match="(?s)no whole checkpoint in.*so nothing can be resumed") as error:
+            load_checkpoint(root, targets, prove_first=prove_first, report=lambda _: None)
+        assert str(error.value).count("damaged, CRC-32") == 3
+        assert all(torch.equal(targets[name], zeros) for name, zeros in tensors(0).items()) == prove_first
+    assert load_meta(root) == {"iteration": 3}
 
 
 def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:
@@ -275,12 +266,12 @@ def test_tensors_that_may_stay_are_no_difference(root: Path) -> None:
 
 
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000002"])
-    assert [number for number, _ in find_checkpoints(root)] == [4, 3, 1]
-    save_checkpoint(root, 4, tensors(4), {}, replaces=[root / "iter_0000001"])  # is there, and proved
-    assert [number for number, _ in find_checkpoints(root)] == [4, 3]
+    save_checkpoint(root, 4, small(4), {}, replaces=[root / "iter_0000002"])
+    assert iterations(root) == [4, 3, 1]
+    save_checkpoint(root, 4, small(4), {}, replaces=[root / "iter_0000001"])  # is there, and proved
+    assert iterations(root) == [4, 3]
     monkeypatch.setattr("gptpar.checkpoint.save.damaged_on_any_rank", lambda *_: ["a bad disk"])
     said: list[str] = []
-    save_checkpoint(root, 5, tensors(5), {}, replaces=[root / "iter_0000003"], report=said.append)
-    assert [number for number, _ in find_checkpoints(root)] == [5, 4, 3]
+    save_checkpoint(root, 5, small(5), {}, replaces=[root / "iter_0000003"], report=said.append)
+    assert iterations(root) == [5, 4, 3]
     assert said[0] == "a bad disk" and said[1].startswith(f"kept {root / 'iter_0000003'}")

@@ -9,6 +9,7 @@ import pytest
 
 from gptpar.checkpoint.data_file import MAX_COLLECTED_BYTES, MIN_DIRECT_BYTES, AlignedBuffers, DataFile
 from gptpar.system.regions import PIECE_BYTES
+from tests.pairs import every_pair
 
 
 def write_parts(path: Path, sizes: list[int]) -> bytes:
@@ -32,22 +33,17 @@ def write_parts(path: Path, sizes: list[int]) -> bytes:
     return expected
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        [1, 7, 4096, 12],
-        [3, PIECE_BYTES, 100, MIN_DIRECT_BYTES + 5000, 8192, PIECE_BYTES - 1, MIN_DIRECT_BYTES - 1],
-        [MIN_DIRECT_BYTES - 1] * (2 * MAX_COLLECTED_BYTES // MIN_DIRECT_BYTES + 3),
-        [],
-    ],
-    ids=["few bytes", "mixed", "more than is collected", "nothing"],
-)
-@pytest.mark.parametrize("direct", [True, False])
-def test_every_byte_is_in_its_place(
-    tmp_path: Path, sizes: list[int], direct: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+SIZES = {
+    "few bytes": [1, 7, 4096, 12],
+    "mixed": [3, PIECE_BYTES, 100, MIN_DIRECT_BYTES + 5000, 8192, PIECE_BYTES - 1, MIN_DIRECT_BYTES - 1],
+    "more than is collected": [MIN_DIRECT_BYTES - 1] * (2 * MAX_COLLECTED_BYTES // MIN_DIRECT_BYTES + 3),
+    "nothing": [],
+}
+
+
+@every_pair(name=[*SIZES], direct=[True, False])
+def test_every_byte_is_in_its_place(name: str, direct: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
-    expected = write_parts(tmp_path / "file", sizes)
-
+    expected = write_parts(tmp_path / "file", SIZES[name])
     assert (tmp_path / "file").read_bytes() == expected

@@ -81,15 +81,10 @@ def test_parameters_and_strided_targets_are_filled_in_place(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "shape", [(2, 5_000_000), *(pytest.param(one, marks=pytest.mark.slow) for one in ((6000, 3000), (3, 2, 1_500_000)))]
-)
+@pytest.mark.parametrize("shape", [(2, 5_000_000), (3, 2, 1_500_000)])
 def test_non_contiguous_tensors_stream_in_small_pieces(shape: tuple[int, ...]) -> None:
-    tensor = (
-        torch.arange(torch.Size(shape).numel(), dtype=torch.float32)
-        .view(*reversed(shape))
-        .permute(*reversed(range(len(shape))))
-    )
+    reversed_dims = tuple(reversed(range(len(shape))))
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape[::-1]).permute(reversed_dims)
     pieces = bits(tensor)
     assert max(map(len, pieces)) <= PIECE_BYTES and len(pieces) < 4 * tensor.nbytes / PIECE_BYTES + 4
     assert b"".join(pieces) == tensor.contiguous().numpy().tobytes()
@@ -97,31 +92,24 @@ def test_non_contiguous_tensors_stream_in_small_pieces(shape: tuple[int, ...]) -
 
 def test_all_mismatches_are_told_at_once_and_nothing_is_touched(tmp_path: Path) -> None:
     save(tmp_path, 5, {"a": torch.ones(4), "b": torch.ones(2, 3), "c": torch.ones(2), "extra": torch.ones(1)}, {})
-    targets = {
-        "a": torch.zeros(4),
-        "b": torch.zeros(3, 2),
-        "c": torch.zeros(2, dtype=torch.bfloat16),
-        "more": torch.zeros(1),
-    }
+    targets = {"a": torch.zeros(4), "b": torch.zeros(3, 2), "c": torch.zeros(2).bfloat16(), "more": torch.zeros(1)}
     with pytest.raises(CheckpointError) as error:
         load_checkpoint(tmp_path, targets)
-    text = str(error.value)
-    assert "(4 differences)" in text
-    assert "tensor 'b' is [2, 3] in the checkpoint and [3, 2] here" in text
-    assert "tensor 'c' is float32 in the checkpoint and bfloat16 here; it is not cast" in text
-    assert "tensor 'more' is not in the checkpoint" in text
-    assert "tensor 'extra' is in the checkpoint and nothing asks for it" in text
-    assert targets["a"].sum() == 0
+    for told in (
+        "(4 differences)",
+        "tensor 'b' is [2, 3] in the checkpoint and [3, 2] here",
+        "tensor 'c' is float32 in the checkpoint and bfloat16 here; it is not cast",
+        "tensor 'more' is not in the checkpoint",
+        "tensor 'extra' is in the checkpoint and nothing asks for it",
+    ):
+        assert told in str(error.value)
     with pytest.raises(CheckpointError, match="2 differences"):  # never cast, never reshaped, strict or not
         load_checkpoint(tmp_path, targets, strict=False)
-
-
-def test_not_strict_fills_what_both_have_and_says_what_it_left(tmp_path: Path) -> None:
-    save(tmp_path, 5, {"a": torch.ones(4), "extra": torch.ones(1)}, {})
-    targets, said = {"a": torch.zeros(4), "more": torch.zeros(1)}, []
-    load_checkpoint(tmp_path, targets, strict=False, report=said.append)
+    assert targets["a"].sum() == 0
+    said: list[str] = []
+    load_checkpoint(tmp_path, {"a": targets["a"], "more": targets["more"]}, strict=False, report=said.append)
     assert targets["a"].sum() == 4 and targets["more"].sum() == 0
-    assert len(said) == 2 and all("left alone" in sentence for sentence in said)
+    assert len(said) == 4 and all("left alone" in sentence for sentence in said)
 
 
 def test_wrong_input_is_refused_with_all_reasons(tmp_path: Path) -> None:
@@ -130,8 +118,6 @@ def test_wrong_input_is_refused_with_all_reasons(tmp_path: Path) -> None:
     tensors["e"] = torch.zeros(1).as_subclass(type("Wrapper", (torch.Tensor,), {}))
     with pytest.raises(CheckpointError) as error:
         save(tmp_path, -1, tensors, {"x": {1, 2}}, keep=0)  # type: ignore[arg-type]
-    text = str(error.value)
-    assert all(
-        part in text for part in ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'", "'d'", "'e'")
-    )
+    told = ("iteration is -1", "keep is 0", "JSON", "complex64", "'b'", "'c'", "'d'", "'e'")
+    assert all(part in str(error.value) for part in told)
     assert find_checkpoints(tmp_path) == []

@@ -3,6 +3,7 @@
 import math
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,17 +11,15 @@ import pytest
 from gptpar.data.blend import BlendedDataset
 from gptpar.data.build import MockDataset, SampleSpec, build_train_valid_test, unigram_entropy
 from gptpar.data.gpt_dataset import GPTDataset
-from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from gptpar.errors import DataError
+from tests.unit.data.corpora import write_corpus
 
 SPEC = SampleSpec(seq_length=8, seed=1)
 
 
-def corpus(prefix: Path, first: int, num_documents: int = 20, length: int = 50) -> str:
-    """Documents whose tokens all equal first + document number."""
-    with IndexedDatasetWriter(prefix, "int32") as writer:
-        for document in range(num_documents):
-            writer.add_document(np.full(length, first + document))
+def corpus(prefix: Path, first: int) -> str:
+    """20 documents of 50 tokens, which all equal first + document number."""
+    write_corpus(prefix, [[first + document] * 50 for document in range(20)])
     return str(prefix)
 
 
@@ -68,13 +67,12 @@ def test_a_weighted_blend(tmp_path: Path) -> None:
 def test_one_corpus_with_a_weight_is_megatrons_blend_of_one(
     tmp_path: Path, n: int, same_as_without_weight: bool, crc: int
 ) -> None:
-    with IndexedDatasetWriter(tmp_path / "a", "int32") as writer:
-        for document in range(20):
-            writer.add_document(np.arange(50 * document, 50 * document + 50))
+    write_corpus(tmp_path / "a", np.arange(1000).reshape(20, 50))
     prefix = str(tmp_path / "a")
 
-    def order(**path: object) -> list[int]:
+    def order(**path: Any) -> list[int]:
         train = build_train_valid_test((n, 0, 0), SPEC, **path)[0]
+        assert len(train) == n or "1.0" not in path.get("data_path", ())
         return [int(train[i][0]) for i in range(n)]
 
     weighted = order(data_path=["1.0", prefix], split="1")
@@ -83,7 +81,6 @@ def test_one_corpus_with_a_weight_is_megatrons_blend_of_one(
     assert (weighted == plain) == same_as_without_weight
     # with a path for each split Megatron leaves the weight of a single corpus out of account
     assert order(split_data_paths=(["1.0", prefix], None, None)) == plain
-    assert len(build_train_valid_test((n, 0, 0), SPEC, data_path=["1.0", prefix], split="1")[0]) == n
 
 
 def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
@@ -93,8 +90,7 @@ def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
     for i in range(5):
         sample = train[i]
         assert sample.tolist() == again[i].tolist() and sample.shape == (9,) and sample.dtype == np.int64
-        assert sample.min() >= 0 and sample.max() < 50
-        assert len(set(np.diff(sample) % 50)) == 1
+        assert sample.min() >= 0 and sample.max() < 50 and len(set(np.diff(sample) % 50)) == 1
     others = [MockDataset(5, 8, 50, seed=2), MockDataset(5, 8, 50, seed=1, split=1)]
     assert all(any(other[i].tolist() != train[i].tolist() for i in range(5)) for other in others)
     with pytest.raises(IndexError):
@@ -103,10 +99,9 @@ def test_mock_samples_are_functions_of_seed_split_and_index() -> None:
 
 def test_unigram_entropy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gptpar.data.build.ENTROPY_CHUNK", 7)  # several chunks, ids growing between them
-    assert unigram_entropy(IndexedDataset(corpus(tmp_path / "a", 3, 16))) == pytest.approx(math.log(16))
-    with IndexedDatasetWriter(tmp_path / "b", "uint16") as writer:
-        writer.add_document([1, 1, 1, 5])
-    assert unigram_entropy(IndexedDataset(tmp_path / "b")) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
-    with IndexedDatasetWriter(tmp_path / "c", "uint16") as writer:
-        writer.add_document([])
-    assert unigram_entropy(IndexedDataset(tmp_path / "c")) == 0
+    assert unigram_entropy(write_corpus(tmp_path / "a", [[3 + n] * 50 for n in range(16)])) == pytest.approx(
+        math.log(16)
+    )
+    uneven = write_corpus(tmp_path / "b", [[1, 1, 1, 5]])
+    assert unigram_entropy(uneven) == pytest.approx(0.75 * math.log(4 / 3) + 0.25 * math.log(4))
+    assert unigram_entropy(write_corpus(tmp_path / "c", [[]])) == 0

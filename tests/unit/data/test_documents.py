@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from gptpar.data.documents import Documents, cumulative_lengths, lengths_in_corpora
-from gptpar.data.indexed import IndexedDatasetWriter
 from gptpar.errors import DataError
+from tests.unit.data.corpora import write_corpus
 
 EOD, LENGTH = 9, 64
 
@@ -32,10 +32,8 @@ def test_hardly_a_micro_batch_has_more_documents_than_there_is_room_for(size: in
 
 
 def corpus(folder: Path, name: str, lengths: list[int]) -> str:
-    prefix = str(folder / name)
-    with IndexedDatasetWriter(prefix, np.uint16) as writer:
-        writer.add_documents(np.ones(sum(lengths), np.uint16), np.array(lengths))
-    return prefix
+    write_corpus(folder / name, [[1] * length for length in lengths])
+    return str(folder / name)
 
 
 def test_lengths_in_a_corpus_are_cut_by_samples(tmp_path: Path) -> None:

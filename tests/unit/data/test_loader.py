@@ -9,7 +9,6 @@ import torch
 from gptpar.data.loader import BatchLoader, MicroBatch, make_micro_batch
 from gptpar.data.order import WholeOrder, make_order
 from gptpar.errors import DataError
-from gptpar.model.core_attention import document_ids
 
 EOD = 9
 
@@ -42,15 +41,12 @@ def rows(batches: list[MicroBatch]) -> list[list[int]]:
     return [(batch.tokens_BS[:, 0] // 10).tolist() for batch in batches]
 
 
-def test_tokens_and_labels_without_masks() -> None:
+def test_tokens_and_labels_without_masks_and_with_padding_that_does_not_count() -> None:
     batch = make_micro_batch(np.array([[1, 9, 3, 4], [5, 6, 7, 8]]))
     assert batch.tokens_BS.tolist() == [[1, 9, 3], [5, 6, 7]]
     assert batch.labels_BS.tolist() == [[9, 3, 4], [6, 7, 8]]
     assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
     assert batch.loss_mask_BS is None and batch.position_ids_BS is None and batch.cu_seqlens is None
-
-
-def test_padding_does_not_count() -> None:
     batch = make_micro_batch(np.array([[1, 2, 3, -1], [4, 5, -1, -1]]))
     assert batch.tokens_BS.tolist() == [[1, 2, 3], [4, 5, 0]]
     assert batch.labels_BS.tolist() == [[2, 3, 0], [5, 0, 0]]
@@ -66,21 +62,6 @@ def test_document_ends() -> None:
     assert batch.position_ids_BS.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_document_ends_as_megatron_loops_over_them(seed: int) -> None:
-    samples = np.random.RandomState(seed).randint(7, 10, (4, 30))
-    batch = make_micro_batch(samples, eod=EOD, reset_position_ids=True, reset_attention_mask=True)
-    documents_BS = document_ids(batch.cu_seqlens, 4, 29)
-    for row, (positions, documents) in enumerate(zip(batch.position_ids_BS, documents_BS, strict=True)):
-        expected, start = np.arange(29), 0
-        ids = np.zeros(29, int)
-        for end in np.flatnonzero(samples[row, :-1] == EOD):
-            expected[end + 1 :] -= end + 1 - start
-            ids[end + 1 :] += 1
-            start = end + 1
-        assert positions.tolist() == expected.tolist() and (documents - documents[0]).tolist() == ids.tolist()
-
-
 def test_all_micro_batches_of_a_run_have_the_same_tensors() -> None:
     """Whether or not a document ends in them; else a recorded step would not fit them."""
     rules = {"reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": True}
@@ -92,18 +73,21 @@ def test_all_micro_batches_of_a_run_have_the_same_tensors() -> None:
     reader.close()
 
 
-def test_more_documents_than_there_is_room_for_are_exact() -> None:
-    ends = np.full((2, 9), EOD)
-    batch = make_micro_batch(ends, eod=EOD, reset_attention_mask=True, room=8)
-    assert batch.cu_seqlens.tolist() == list(range(17))
-    batch = make_micro_batch(np.array([[EOD] * 4 + [1] * 5]), eod=EOD, reset_attention_mask=True, room=3)
-    assert batch.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 8, 8, 8, 8]
-
-
-def test_whole_samples_need_no_documents_where_ends_are_rare() -> None:
-    samples = np.array([[1, 2, 3, 4], [5, 6, 7, EOD]])  # the end is a label alone
-    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True).cu_seqlens is None
-    assert make_micro_batch(samples, eod=EOD, reset_attention_mask=True, room=8).cu_seqlens.tolist() == [0, 3, *[6] * 7]
+@pytest.mark.parametrize(
+    ("samples", "room", "starts"),
+    [
+        ([[EOD] * 9] * 2, 8, [*range(17)]),  # more documents than there is room for
+        ([[EOD] * 4 + [1] * 5], 3, [0, 1, 2, 3, 4, 8, 8, 8, 8]),
+        ([[1, 2, 3, 4], [5, 6, 7, EOD]], None, None),  # whole samples, where ends are rare: this one is a label alone
+        ([[1, 2, 3, 4], [5, 6, 7, EOD]], 8, [0, 3, *[6] * 7]),
+    ],
+)
+def test_documents_are_exact_whatever_room_there_is(
+    samples: list[list[int]], room: int | None, starts: list[int] | None
+) -> None:
+    more = {} if room is None else {"room": room}
+    found = make_micro_batch(np.array(samples), eod=EOD, reset_attention_mask=True, **more).cu_seqlens
+    assert (found if found is None else found.tolist()) == starts
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -163,20 +147,14 @@ def test_the_last_batch_is_not_spoiled_by_reading_ahead() -> None:
     reader.close()
 
 
-def test_ids_outside_the_vocabulary_are_named() -> None:
-    reader = loader(Counting(), vocab_size=475)  # the start-up check sees the last sample, up to 474
-    with pytest.raises(DataError, match=r"sample 47 of /data/corpus \(train\) holds token id 474 at place 4, "
-                                        r"outside the vocabulary of 474; .* another tokenizer"):  # fmt: skip
-        loader(Counting(), vocab_size=474)
-    assert reader.fetch(44, 4)[1].labels_BS.max() == 474
-    reader.close()
-
-
-def test_ids_outside_the_vocabulary_are_found_later_too() -> None:
+def test_ids_outside_the_vocabulary_are_named_at_the_start_or_when_they_are_read() -> None:
     class Rare(Counting):
         def __getitem__(self, index: int) -> np.ndarray:
-            return np.array([1, 2, 3, 4, 999 if index == 5 else -7 if index == 8 else 0])
+            return np.array([1, 2, 3, 4, {5: 999, 8: -7, 47: 9}.get(index, 0)])
 
+    told = r"sample 47 of /data/corpus \(train\) holds token id 9 at place 4, outside the vocabulary of 9; .* tokenizer"
+    with pytest.raises(DataError, match=told):
+        loader(Rare(), vocab_size=9)  # the check at the start sees the last sample
     reader = loader(Rare(), vocab_size=10)
     reader.fetch(0, 4)
     with pytest.raises(DataError, match=r"sample 5 of /data/corpus \(train\) holds token id 999"):

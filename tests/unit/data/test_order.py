@@ -23,18 +23,18 @@ def test_single_takes_consecutive_samples() -> None:
     assert order.indices(30, 2, 2, 3).tolist() == [34, 35]
     for dp, mbs in CUTS:
         assert global_batch(order, 36, dp, mbs) == list(range(36, 48))
+    assert make_order("single", 30).indices(24, 3, 1, 2).tolist() == [27, 28, 29]
 
 
-def test_single_ends_with_the_data() -> None:
-    order = make_order("single", 30)
-    assert order.indices(24, 3, 1, 2).tolist() == [27, 28, 29]
+def test_what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(DataError, match="samples 26 to 31 are needed, but the data set has 30"):
-        order.indices(26, 3, 0, 2)  # on the rank whose own samples exist, too
-
-
-def test_an_uneven_global_batch_is_refused() -> None:
+        make_order("single", 30).indices(26, 3, 0, 2)  # on the rank whose own samples exist, too
     with pytest.raises(DataError, match="global batch of 10 .* micro-batches of 2 on 3 .* multiple of 6"):
         micro_batch_starts(0, 10, 2, 3)
+    with pytest.raises(DataError, match="takes 12 samples, the data set has 11"):
+        make_order("cyclic", 11, data_sharding=True).indices(0, 4, 0, 3)
+    with pytest.raises(DataError, match="7 of the 48 samples of epoch 1 is no multiple of 6"):
+        make_order("cyclic", 50, data_sharding=True).indices(55, 2, 0, 3)
 
 
 def megatron_sampler(total: int, consumed: int, mbs: int, rank: int, dp: int) -> list[list[int]]:
@@ -64,13 +64,6 @@ def test_sharded_cyclic_is_megatrons(cut: tuple[int, int], epoch: int) -> None:
             assert found == expected
 
 
-def test_sharded_cyclic_refuses_what_it_cannot_cut() -> None:
-    with pytest.raises(DataError, match="takes 12 samples, the data set has 11"):
-        make_order("cyclic", 11, data_sharding=True).indices(0, 4, 0, 3)
-    with pytest.raises(DataError, match="7 of the 48 samples of epoch 1 is no multiple of 6"):
-        make_order("cyclic", 50, data_sharding=True).indices(55, 2, 0, 3)
-
-
 def test_cyclic_is_the_same_for_every_cut_and_loses_nothing() -> None:
     batches = {}
     for dp, mbs in CUTS:
@@ -87,12 +80,3 @@ def test_evaluation_repeats_in_order_or_reads_all_once() -> None:
     for dp, mbs in CUTS:
         assert global_batch(repeating, 12, dp, mbs) == [2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 2, 3]
         assert global_batch(whole, 0, dp, mbs) == [*range(10), NO_SAMPLE, NO_SAMPLE]
-
-
-@pytest.mark.parametrize("name, sharded", [("single", True), ("cyclic", True), ("cyclic", False)])
-def test_resuming_is_a_function_of_the_consumed_samples(name: str, sharded: bool) -> None:
-    order = make_order(name, 60, data_sharding=sharded)
-    run = [global_batch(order, consumed, 2, 3) for consumed in range(0, 60, 12)]
-    resumed = make_order(name, 60, data_sharding=sharded)
-    assert [global_batch(resumed, consumed, 2, 3) for consumed in (48, 24)] == [run[4], run[2]]
-    assert order.indices(0, 3, 0, 2).dtype == np.int64

@@ -31,25 +31,26 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def files(prefix: Path | str) -> tuple[bytes, bytes]:
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
 def test_the_bytes_are_megatrons(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "ab"}, {"text": ""}, {"text": "é"})
-    prefix = str(tmp_path / "out" / "c")
-    assert main(["--input", corpus, "--output-prefix", prefix, "--append-eod", *BYTES]) == 0
-    assert names(tmp_path / "out") == ["c_text_document.bin", "c_text_document.idx"]
+    corpus = write_lines(
+        tmp_path / "c.jsonl", {"text": "ab", "title": ""}, {"text": "", "title": "xyz"}, {"text": "é", "title": "c"}
+    )
+    out = tmp_path / "out"
+    assert main(["--input", corpus, "--output-prefix", str(out / "c"), "--append-eod", *BYTES]) == 0
+    assert names(out) == ["c_text_document.bin", "c_text_document.idx"]
     tokens = struct.pack("<6H", 97, 98, 256, 0xC3, 0xA9, 256)
-    assert Path(f"{prefix}_text_document.bin").read_bytes() == tokens
     # the empty text is an empty document: its entry repeats, and it gets no eod
-    assert Path(f"{prefix}_text_document.idx").read_bytes() == expected_index(8, 2, [3, 3], [0, 1, 1, 2])
-
-
-def test_without_eod_and_with_several_keys(tmp_path: Path):
-    corpus = write_lines(tmp_path / "c.jsonl", {"text": "ab", "title": ""}, {"text": "c", "title": "xyz"})
-    arguments = ["--input", corpus, "--output-prefix", str(tmp_path / "c"), *BYTES, "--dataset-impl", "mmap"]
-    assert main([*arguments, "--json-keys", "title", "text"]) == 0
-    assert (tmp_path / "c_text_document.bin").read_bytes() == struct.pack("<3H", 97, 98, 99)
-    assert (tmp_path / "c_text_document.idx").read_bytes() == expected_index(8, 2, [2, 1], [0, 1, 2])
-    assert (tmp_path / "c_title_document.bin").read_bytes() == struct.pack("<3H", 120, 121, 122)
-    assert (tmp_path / "c_title_document.idx").read_bytes() == expected_index(8, 2, [3], [0, 0, 1])
+    assert files(out / "c_text_document") == (tokens, expected_index(8, 2, [3, 3], [0, 1, 1, 2]))
+    keys = ["--json-keys", "title", "text", "--dataset-impl", "mmap"]
+    assert main(["--input", corpus, "--output-prefix", str(out / "c"), *BYTES, *keys]) == 0
+    tokens = struct.pack("<4H", 97, 98, 0xC3, 0xA9)
+    assert files(out / "c_text_document") == (tokens, expected_index(8, 2, [2, 2], [0, 1, 1, 2]))
+    tokens = struct.pack("<4H", 120, 121, 122, 99)
+    assert files(out / "c_title_document") == (tokens, expected_index(8, 2, [3, 1], [0, 0, 1, 2]))
 
 
 @pytest.mark.parametrize(("vocab_size", "code", "kind"), [(65498, 8, "H"), (65499, 4, "i")])
@@ -57,9 +58,8 @@ def test_the_token_type_follows_the_vocabulary(vocab_size: int, code: int, kind:
     corpus = write_lines(tmp_path / "c.jsonl", {"text": "5 65497"})
     size = ["--vocab-size", str(vocab_size)]
     assert main(["--input", corpus, "--output-prefix", str(tmp_path / "c"), "--append-eod", *NULL, *size]) == 0
-    assert (tmp_path / "c_text_document.bin").read_bytes() == struct.pack(f"<3{kind}", 5, 65497, vocab_size)
-    itemsize = struct.calcsize(kind)
-    assert (tmp_path / "c_text_document.idx").read_bytes() == expected_index(code, itemsize, [3], [0, 1])
+    tokens = struct.pack(f"<3{kind}", 5, 65497, vocab_size)
+    assert files(tmp_path / "c_text_document") == (tokens, expected_index(code, struct.calcsize(kind), [3], [0, 1]))
 
 
 def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
@@ -67,15 +67,12 @@ def test_an_error_leaves_earlier_files_and_no_others(tmp_path: Path):
     bad = write_lines(tmp_path / "bad.jsonl", {"text": "3"}, {"text": "7 10"})
     arguments = ["--output-prefix", str(tmp_path / "c"), *NULL, "--vocab-size", "10"]
     main(["--input", good, *arguments])
-    before = (tmp_path / "c_text_document.bin").read_bytes(), (tmp_path / "c_text_document.idx").read_bytes()
-    listing = names(tmp_path)
+    before, listing = files(tmp_path / "c_text_document"), names(tmp_path)
     with pytest.raises(DataError, match=f"^{bad}, line 2: token id 10 is outside 0..9"):
         main(["--input", good, bad, *arguments])
-    assert names(tmp_path) == listing
-    assert ((tmp_path / "c_text_document.bin").read_bytes(), (tmp_path / "c_text_document.idx").read_bytes()) == before
+    assert names(tmp_path) == listing and files(tmp_path / "c_text_document") == before
     main(["--input", bad, *arguments, "--skip-bad-lines"])
-    assert (tmp_path / "c_text_document.bin").read_bytes() == struct.pack("<H", 3)
-    assert names(tmp_path) == listing
+    assert names(tmp_path) == listing and files(tmp_path / "c_text_document")[0] == struct.pack("<H", 3)
 
 
 def test_merge(tmp_path: Path):
@@ -86,10 +83,10 @@ def test_merge(tmp_path: Path):
     prefixes = [str(shards / f"{name}_text_document") for name in "ab"]
     for inputs in ([str(shards)], prefixes, [prefixes[0], f"{prefixes[1]}.bin"]):
         assert merge_main(["--input", *inputs, "--output-prefix", str(tmp_path / "all")]) == 0
-        assert (tmp_path / "all.bin").read_bytes() == struct.pack("<3H", 97, 98, 99)
-        assert (tmp_path / "all.idx").read_bytes() == expected_index(8, 2, [2, 1], [0, 0, 1, 2, 2])
+        tokens = struct.pack("<3H", 97, 98, 99)
+        assert files(tmp_path / "all") == (tokens, expected_index(8, 2, [2, 1], [0, 0, 1, 2, 2]))
     merge_main(["--input", *reversed(prefixes), "--output-prefix", str(tmp_path / "all")])
-    assert (tmp_path / "all.idx").read_bytes() == expected_index(8, 2, [1, 2], [0, 1, 1, 1, 2])
+    assert files(tmp_path / "all")[1] == expected_index(8, 2, [1, 2], [0, 1, 1, 1, 2])
 
 
 # --- Reading documents: every format gives the same text, and bad input names its file and line ---------------------
@@ -123,13 +120,10 @@ def compress(name: str, data: bytes) -> bytes:
     return data
 
 
-def test_a_text_file_is_one_document(tmp_path: Path):
+def test_a_text_file_is_one_document_and_lines_end_at_newlines_only(tmp_path: Path):
     (tmp_path / "a.txt").write_bytes(b"one\r\n\n\ntwo\n")
     (tmp_path / "b.txt").write_bytes(b"")
     assert list(read_documents([str(tmp_path)])) == ["one\r\n\n\ntwo\n", ""]
-
-
-def test_lines_end_at_newlines_only(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"text": "a\u2028b\x85c"}\r\n\n  \n{"text": "last"}'.encode())
     assert parse(path) == [("a\u2028b\x85c",), ("last",)]

@@ -11,7 +11,8 @@ import torch
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from gptpar.topology.initial_values import initialise
-from tests.helpers import inits_of_stage, tiny_config
+from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.unit.exchange.hf_models import logits_of, our_logits
 
 Weights = dict[str, torch.Tensor]
 GPT2 = "--num-layers 4"
@@ -37,6 +38,13 @@ FUSED = OLD | {
     "mlp.up": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
 }
+ENDS = {
+    "embedding.weight": "embedding.word_embeddings.weight",
+    "positions.weight": "embedding.position_embeddings.weight",
+    "output.weight": "output_layer.weight",
+    "final_norm.weight": "decoder.final_layernorm.weight",
+    "final_norm.bias": "decoder.final_layernorm.bias",
+}
 
 
 def our_model(flags: str) -> tuple[Stage, Weights]:
@@ -46,6 +54,15 @@ def our_model(flags: str) -> tuple[Stage, Weights]:
     for name, value in weights.items():
         value.add_(torch.randn(value.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
     return stage, weights
+
+
+def require_same_logits(run: Path, stage: Stage, weights: Weights) -> None:
+    """Of a run folder and of a stage with these weights, bit for bit."""
+    tokens = random_tokens(3, 15, 60)
+    stage.place({name: value.double() for name, value in weights.items()})
+    found = our_logits(run, tokens)
+    assert found.shape[1] == 64, "Megatron's rows of padding take part in the softmax"
+    torch.testing.assert_close(found[:, :60], logits_of(stage.eval(), tokens), rtol=0, atol=0)
 
 
 def arguments(flags: str, **more: Any) -> Namespace:
@@ -79,11 +96,59 @@ def of_rank(name: str, value: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def block_name(name: str, table: Mapping[str, str], first: int) -> str:
-    """Theirs, with blocks counted from the stage's first one."""
+    """Theirs, with blocks counted from ``first``."""
     _, number, inner = name.split(".", 2)
     ours, _, end = inner.rpartition(".")
     theirs = table[ours]
     return f"layers.{int(number) - first}.{theirs}{'' if theirs.endswith('_') else '.'}{end}"
+
+
+def stages_of(name: str) -> tuple[int, ...]:
+    """Of two; the tied embedding is in both."""
+    if name.startswith("layers."):
+        return (int(name.split(".")[1]) // 2,)
+    return {"embedding.weight": (0, 1), "positions.weight": (0, 1)}.get(name, (1,))
+
+
+def of_core(name: str, first: int = 0) -> str:
+    """The name in Megatron Core, whose norms are fused."""
+    return ENDS.get(name) or f"decoder.{block_name(name, FUSED, first)}"
+
+
+def of_module(name: str) -> str:
+    """The name in a model of one piece."""
+    ends = {
+        "embedding.weight": "embedding.word_embeddings.weight",
+        "positions.weight": "embedding.position_embeddings.weight",
+        "final_norm.weight": "encoder.final_layernorm.weight",
+        "final_norm.bias": "encoder.final_layernorm.bias",
+    }
+    return f"language_model.{ends.get(name) or 'encoder.' + block_name(name, OLD, 0)}"
+
+
+def of_pipeline(name: str) -> str:
+    """The name in a model of layers one after the other: blocks are at the places 3 to 6, the last norm at 8."""
+    if name.startswith("layers."):
+        return block_name(name, OLD, -3).removeprefix("layers.")
+    ends = {"embedding.weight": "word_embeddings.weight", "positions.weight": "position_embeddings.weight"}
+    return f"tied_modules.embed.{ends[name]}" if name in ends else name.replace("final_norm", "8")
+
+
+def save_pipelined(folder: Path, weights: Weights, beside: Mapping[str, Any]) -> None:
+    """DeepSpeed's file for each place and tensor rank; the embedding is at the places 1 and 9."""
+    for rank in range(2):
+        layers: dict[str, Weights] = {}
+        for name, value in weights.items():
+            part, theirs = of_rank(name, value, rank), of_pipeline(name)
+            place, _, inner = theirs.partition(".")
+            if place == "tied_modules":
+                place, inner = "1", theirs.removeprefix("tied_modules.embed.")
+            layers.setdefault(place, {})[inner] = part
+            if name == "embedding.weight":
+                layers["9"] = {inner: part}
+        for place, state in layers.items():
+            save(folder / f"layer_{int(place):02d}-model_{rank:02d}-model_states.pt", state)
+        save(folder / f"mp_rank_{rank:02d}_model_states.pt", {**beside, "module": None})
 
 
 def save(path: Path, content: Any) -> None:

@@ -36,12 +36,7 @@ MODELS = {
 
 @dataclass
 class Counted:
-    """What conversions did.
-
-    Attributes:
-        num_bytes: of the buffers that were made.
-        read: pieces of a checkpoint that were read.
-    """
+    """The bytes of the buffers that conversions made, and the pieces of checkpoints that they read."""
 
     num_bytes: int = 0
     read: int = 0
@@ -88,8 +83,7 @@ def random_checkpoint(root: Path, model: ModelConfig) -> tuple[Path, dict[str, t
     ("family", "dtype"),
     [
         ("llama", torch.bfloat16),
-        *(pytest.param(family, torch.bfloat16, marks=pytest.mark.slow) for family in ("gpt2", "qwen3_moe")),
-        pytest.param("llama", torch.float32, marks=pytest.mark.slow),
+        pytest.param("gpt2", torch.float32, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", torch.float64, marks=pytest.mark.slow),
     ],
 )

@@ -1,7 +1,6 @@
 """Checkpoints of runs that began in gptpar go out: padding, tokenizer, family, and what no family has."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,37 +11,24 @@ from gptpar.cli.convert import main as convert
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.data.tokenizer.bpe import byte_alphabet
 from gptpar.errors import CheckpointError, ConfigError
 from gptpar.exchange.exports import Exports
 from gptpar.model.families import config_of
 from gptpar.run.generation import load_model
 from tests.helpers import TINY, tiny_config
-from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, save_theirs
+from tests.unit.exchange.hf_models import TOKENS, contents, logits_of, made_hf, made_run, save_theirs, write_bpe
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).parents[3]
 RUN = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 2 --train-iters 1 "
 RUN += "--lr 1e-2 --mock-data --eval-iters 0 "
 
 
-def files_of_bpe(folder: Path) -> tuple[Path, Path]:
-    """A tokenizer of GPT-2's form with two merges."""
-    tokens = [*byte_alphabet(), "he", "ll", "<|endoftext|>"]
-    vocab, merges = folder / "encoder.json", folder / "vocab.bpe"
-    vocab.write_text(json.dumps({token: number for number, token in enumerate(tokens)}))
-    merges.write_text("#version: 0.2\nh e\nl l\n")
-    return vocab, merges
-
-
 @pytest.mark.slow
 def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
-    vocab, merges = files_of_bpe(tmp_path)
     run, out = tmp_path / "run", tmp_path / "out"
-    tokenizer = f"--tokenizer-type GPT2BPETokenizer --vocab-file {vocab} --merge-file {merges}"
-    pretrain(f"{RUN} {tokenizer} --save {run} --save-interval 1".split())
-    convert([str(run), str(out)])
+    pretrain(f"{RUN} {write_bpe(tmp_path / 'bpe')} --save {run} --save-interval 1".split())
+    made_hf(tmp_path, name="out")
     model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float64)
     assert model.config.vocab_size == 259 and model.config.eos_token_id == 258  # of 384 rows
     stage, stored = load_model(run, torch.device("cpu"), torch.float64)
@@ -51,26 +37,21 @@ def test_a_run_with_gpt2s_tokenizer_loads_in_transformers(tmp_path: Path) -> Non
         wanted = model(TOKENS).logits.flatten(0, 1)
     torch.testing.assert_close(logits_of(stage, TOKENS)[:, :259], wanted, rtol=1e-11, atol=1e-11)
     reader = transformers.AutoTokenizer.from_pretrained(out)
-    assert reader("hello").input_ids == [256, 257, vocab_id(vocab, "o")]
-    assert reader.decode(reader("hello there").input_ids) == "hello there" and reader.eos_token_id == 258
+    o = json.loads((tmp_path / "bpe/v.json").read_text())["o"]
+    assert reader("hello").input_ids == [256, 257, o] and reader.eos_token_id == 258
+    assert reader.decode(reader("hello there").input_ids) == "hello there"
     before = contents(out)
-    with pytest.raises(CheckpointError, match="is there already, and nothing is overwritten"):
-        convert([str(run), str(out)])
-    vocab.unlink()  # the checkpoint has its own
-    convert([str(run), str(tmp_path / "again")])
-    assert contents(tmp_path / "again") == before
+    (tmp_path / "bpe/v.json").unlink()  # the checkpoint has its own
+    assert contents(made_hf(tmp_path, name="again")) == before
     (run / "iter_0000001" / "tokenizer" / "vocab.json").unlink()
     with pytest.raises(CheckpointError, match="(?s)nothing is overwritten.*vocab.json cannot be read.*--vocab-file"):
         convert([str(run), str(out)])
     assert contents(out) == before
-    convert([str(run), str(tmp_path / "bare"), "--no-tokenizer"])
-    assert {path.name for path in (tmp_path / "bare").iterdir()} == {
-        *("config.json", "generation_config.json", "model.safetensors")
-    }
-
-
-def vocab_id(vocab: Path, token: str) -> int:
-    return int(json.loads(vocab.read_text())[token])
+    bare = made_hf(tmp_path, "--no-tokenizer", "--dtype", "bf16", name="bare")
+    names = {path.name for path in bare.iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(bare, dtype="auto")  # as config.json says
+    assert {value.dtype for value in loaded.state_dict().values()} == {torch.bfloat16}
 
 
 LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
@@ -130,7 +111,7 @@ def test_what_no_family_computes_is_told(flags: str, kind: str, told: str) -> No
 
 def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Llama")
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    made_run(tmp_path)
     headers = tmp_path / "run/huggingface/safetensors_headers.json"
     (text,) = json.loads(headers.read_text()).values()
     headers.write_text(json.dumps({"../../escaped.safetensors": text}))
@@ -140,9 +121,12 @@ def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither transformers nor safetensors is needed for what is made again."""
     save_theirs(tmp_path / "theirs", "Llama")
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    for name in ("transformers", "safetensors"):
+        monkeypatch.setitem(sys.modules, name, None)
+    made_run(tmp_path)
     said: list[str] = []
     exports = Exports(2, said.append)
     for iteration in (0, 1, 2):  # the second is none of those, the third finds the first one's folder
@@ -151,16 +135,3 @@ def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path) -> Non
     assert len(said) == 2 and "exported iter_0000000" in said[0]
     assert said[1].startswith("WARNING: no Hugging Face folder was made") and "nothing is overwritten" in said[1]
     assert contents(tmp_path / "run/hf/iter_0000000") == contents(tmp_path / "theirs")
-
-
-@pytest.mark.slow
-def test_neither_transformers_nor_safetensors_is_needed(tmp_path: Path) -> None:
-    save_theirs(tmp_path / "theirs", "Llama")
-    program = (
-        "import sys; sys.modules.update(transformers=None, safetensors=None); from gptpar.cli import main; "
-        "sys.exit(main(['convert', *sys.argv[1:3]]) or main(['convert', *sys.argv[2:]]))"
-    )
-    words = [str(tmp_path / name) for name in ("theirs", "run", "back")]
-    done = subprocess.run([sys.executable, "-c", program, *words], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert contents(tmp_path / "back") == contents(tmp_path / "theirs")

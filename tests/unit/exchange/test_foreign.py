@@ -1,6 +1,5 @@
 """Other programs' checkpoints are named, and neither taken for a fresh start nor written into."""
 
-import hashlib
 import re
 from pathlib import Path
 
@@ -13,44 +12,71 @@ from gptpar.cli.inspect import main as inspect
 from gptpar.cli.pretrain import main as pretrain
 from gptpar.cli.runs import main as runs
 from gptpar.errors import CheckpointError, ConfigError
-from gptpar.exchange.foreign import foreign_checkpoint, why_not_to_load
+from gptpar.exchange.foreign import foreign_checkpoint
 from gptpar.run.generation import load_model
 from gptpar.run.resume import checkpoint_to_resume, refuse_foreign_folders
 from tests.helpers import TINY, tiny_config
+from tests.unit.exchange.hf_models import contents
 
 TRACKER = "latest_checkpointed_iteration.txt=100"
-DCP = "torch.distributed.checkpoint"
-# What is saved ("NAME=TEXT" gives a file its contents) -> what is told of it.
+MAKES_ONE = "gptpar convert {} NEW_FOLDER makes one of it, or says what it cannot reproduce"
+BEGINS = " (a run begins with it by --load-hf"
+NO_WAY = "this version has no command that converts it"
+META = "transformers' models/llama/convert_llama_weights_to_hf.py"
+NANOTRON = "nanotron's examples/llama/convert_nanotron_to_hf.py"
+OLMO = "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py"
+TITAN = "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py"
+# What is saved ("NAME=TEXT" gives a file its contents) -> what is told of it, and what to do.
 FOREIGN = {
-    "iter_0000100/mp_rank_00/model_optim_rng.pt " + TRACKER: "a Megatron-LM checkpoint, legacy format (iter_0000100)",
-    "release/mp_rank_00/model_optim_rng.pt latest_checkpointed_iteration.txt=release": "legacy format (release)",
-    "mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (mp_rank_00)",
-    "iter_0000100/.metadata iter_0000100/__0_0.distcp iter_0000100/common.pt iter_0000100/metadata.json "
-    + TRACKER: "a Megatron-LM checkpoint, torch_dist format (iter_0000100)",
-    "iter_0000009/common.pt iter_0000009/metadata.json iter_0000009/weight/.zarray": "zarr format (iter_0000009)",
+    "iter_0000100/mp_rank_00/model_optim_rng.pt " + TRACKER: ("legacy format (iter_0000100)", "{}"),
+    "release/mp_rank_00/model_optim_rng.pt latest_checkpointed_iteration.txt=release": ("format (release)", "{}"),
+    "extra.pt iter_0000100/mp_rank_00/model_optim_rng.pt": ("legacy format (iter_0000100)", "{}"),
+    "mp_rank_00/model_optim_rng.pt": ("a Megatron-LM checkpoint, legacy format (mp_rank_00)", f"{MAKES_ONE}, and"),
+    "iter_0000100/.metadata iter_0000100/__0_0.distcp iter_0000100/common.pt iter_0000100/metadata.json " + TRACKER: (
+        "a Megatron-LM checkpoint, torch_dist format (iter_0000100)",
+        MAKES_ONE,
+    ),
+    "iter_0000009/common.pt iter_0000009/metadata.json iter_0000009/w/.zarray": (
+        "zarr format (iter_0000009)",
+        NO_WAY,
+    ),
     "latest=global_step100 zero_to_fp32.py global_step100/mp_rank_00_model_states.pt "
-    "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt global_step20/mp_rank_00_model_states.pt "
-    + TRACKER: "a DeepSpeed checkpoint (global_step100)",
-    "latest=global_step5 global_step5/": "a DeepSpeed checkpoint (global_step5)",
-    "latest=global_step5": "a DeepSpeed checkpoint's file 'latest', which names 'global_step5'",
+    "global_step100/zero_pp_rank_0_mp_rank_00_optim_states.pt global_step20/mp_rank_00_model_states.pt " + TRACKER: (
+        "a DeepSpeed checkpoint (global_step100)",
+        f"{MAKES_ONE}, and",
+    ),
+    "latest=global_step5 global_step5/": ("a DeepSpeed checkpoint (global_step5)", MAKES_ONE),
+    "latest=global_step5": ("a DeepSpeed checkpoint's file 'latest', which names 'global_step5'", ""),
     "latest_universal=global_step5_universal global_step5_universal/zero/w/fp32.pt "
-    "global_step5_universal/mp_rank_00_model_states.pt": "a DeepSpeed universal checkpoint (global_step5_universal)",
-    "config.json model.safetensors tokenizer.json": "a Hugging Face model (model.safetensors)",
-    "config.json model.safetensors.index.json model-00001-of-00002.safetensors": "a Hugging Face model",
-    "checkpoint-500/model.safetensors checkpoint-500/trainer_state.json": "a Hugging Face model (checkpoint-500)",
-    "adapter_config.json adapter_model.safetensors": "a Hugging Face adapter",
-    ".metadata __0_0.distcp": DCP,
-    "step-1000/.metadata step-1000/__0_0.distcp": f"a checkpoint of {DCP}, as torchtitan and FSDP save it (step-1000)",
-    "step1000/model_and_optim/.metadata step1000/model_and_optim/__0_0.distcp": "an OLMo-core checkpoint (step1000)",
-    "ckpt.pt": "a nanoGPT checkpoint (ckpt.pt)",
-    "latest.txt=10 10/config.yaml 10/model_config.json 10/model/model/a.safetensors": "a nanotron checkpoint (10)",
-    "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/optimizer/x.pt": "a nanotron checkpoint (9)",
-    "50/weights_tp_rank_0.pth": "a picotron checkpoint (50)",
-    "step9/config.json step9/model_and_optim/.metadata step9/train/rank0.pt": "an OLMo-core checkpoint (step9)",
-    "extra.pt iter_0000100/mp_rank_00/model_optim_rng.pt": "a Megatron-LM checkpoint, legacy format (iter_0000100)",
-    "consolidated.00.pth params.json": "weights as Meta and Mistral publish them",
-    "last.ckpt": "a PyTorch Lightning checkpoint",
-    TRACKER: "latest_checkpointed_iteration.txt, which names '100', without a checkpoint",
+    "global_step5_universal/mp_rank_00_model_states.pt": ("universal checkpoint (global_step5_universal)", MAKES_ONE),
+    "config.json model.safetensors tokenizer.json": ("a Hugging Face model (model.safetensors)", MAKES_ONE + BEGINS),
+    "config.json model.safetensors.index.json model-00001-of-00002.safetensors": ("a Hugging Face model", MAKES_ONE),
+    "checkpoint-9/model.safetensors checkpoint-10/model.safetensors checkpoint-9/trainer_state.json": (
+        "a Hugging Face model (checkpoint-10)",
+        MAKES_ONE.replace("{}", "{}/checkpoint-10") + BEGINS,
+    ),
+    "adapter_config.json adapter_model.safetensors": ("a Hugging Face adapter", ""),
+    ".metadata __0_0.distcp": ("torch.distributed.checkpoint", NO_WAY),
+    "step-1000/.metadata step-1000/__0_0.distcp": ("as torchtitan and FSDP save it (step-1000)", TITAN),
+    "step1000/model_and_optim/.metadata step1000/model_and_optim/__0_0.distcp": (
+        "OLMo-core checkpoint (step1000)",
+        OLMO,
+    ),
+    "ckpt.pt": ("a nanoGPT checkpoint (ckpt.pt)", NO_WAY),
+    "latest.txt=10 10/config.yaml 10/model_config.json 10/model/a.safetensors": (
+        "nanotron checkpoint (10)",
+        NANOTRON,
+    ),
+    "latest.txt=9 9/checkpoint_metadata.json 9/model/w.safetensors 9/opt/x.pt": (
+        "nanotron checkpoint (9)",
+        NANOTRON,
+    ),
+    "50/weights_tp_rank_0.pth": ("a picotron checkpoint (50)", NO_WAY),
+    "model_00000100.bin DONE_00000100": ("an llm.c checkpoint", "llm.c's dev/eval/export_hf.py"),
+    "final/lit_model.pth": ("a LitGPT checkpoint (final)", "litgpt convert_from_litgpt"),
+    "consolidated.00.pth params.json": ("weights as Meta and Mistral publish them", META),
+    "last.ckpt": ("a PyTorch Lightning checkpoint", NO_WAY),
+    TRACKER: ("latest_checkpointed_iteration.txt, which names '100', without a checkpoint", ""),
 }
 UNRELATED = [
     "README.md train.log metrics.jsonl events.out.tfevents.1 slurm-1.out",
@@ -74,23 +100,27 @@ def make(folder: Path, listing: str) -> Path:
     return folder
 
 
-def contents(folder: Path) -> str:
-    digest = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        digest.update(f"{path.relative_to(folder)}\n".encode() + (path.read_bytes() if path.is_file() else b""))
-    return digest.hexdigest()
-
-
 @pytest.mark.parametrize("listing", FOREIGN)
-def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: str) -> None:
+def test_a_foreign_checkpoint_is_named_with_what_to_do(tmp_path: Path, listing: str) -> None:
+    folder, (what, remedy) = make(tmp_path / "theirs", listing), FOREIGN[listing]
+    with pytest.raises(CheckpointError) as refused:
+        checkpoint_to_resume(tiny_config(f"--load {folder} --finetune"))
+    assert what in str(foreign_checkpoint(folder)) and f" holds {foreign_checkpoint(folder)}" in str(refused.value)
+    assert remedy.replace("{}", str(folder)) in str(refused.value)
+    if remedy in (META, NANOTRON, OLMO, TITAN):
+        with pytest.raises(CheckpointError, match=f"comes from {re.escape(remedy)}"):
+            convert([str(folder), str(tmp_path / "ours")])
+
+
+@pytest.mark.parametrize("listing", ["ckpt.pt", "latest=global_step5 global_step5/", TRACKER])
+def test_a_foreign_checkpoint_is_told_by_every_verb_and_left_alone(tmp_path: Path, listing: str) -> None:
     before = contents(make(tmp_path, listing))
-    assert FOREIGN[listing] in str(foreign_checkpoint(tmp_path))
     with pytest.raises(ConfigError) as told:
         pretrain(f"{TINY} --load {tmp_path} --save {tmp_path} --hidden-size 30".split())
-    assert FOREIGN[listing] in str(told.value) and "has 2 problems" in str(told.value)
+    assert FOREIGN[listing][0] in str(told.value) and "has 2 problems" in str(told.value)
     with pytest.raises(CheckpointError) as refused:
         checkpoint_to_resume(tiny_config(f"--load {tmp_path} --finetune"))
-    assert FOREIGN[listing] in str(refused.value)
+    assert FOREIGN[listing][0] in str(refused.value)
     for verb in (inspect, runs):
         if listing != TRACKER:  # a hint may be left over in a folder of ours
             with pytest.raises(CheckpointError) as shown:
@@ -99,25 +129,6 @@ def test_a_foreign_checkpoint_is_named_and_left_alone(tmp_path: Path, listing: s
     with pytest.raises(ConfigError, match="nothing is written into it"):
         refuse_foreign_folders(tiny_config(f"--save {tmp_path}"))
     assert contents(tmp_path) == before
-
-
-THEIR_WAY = {
-    "step-1000/.metadata step-1000/__0_0.distcp": "torchtitan's scripts/checkpoint_conversion/convert_to_hf.py",
-    "step9/model_and_optim/.metadata": "OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py",
-    "10/model_config.json 10/model/w.safetensors": "nanotron's examples/llama/convert_nanotron_to_hf.py",
-    "model_00000100.bin DONE_00000100": "llm.c's dev/eval/export_hf.py",
-    "final/lit_model.pth": "litgpt convert_from_litgpt",
-    "consolidated.00.pth params.json": "transformers' models/llama/convert_llama_weights_to_hf.py",
-}
-
-
-@pytest.mark.parametrize("listing", THEIR_WAY)
-def test_a_foreign_checkpoint_is_sent_to_its_own_way_to_hugging_face(tmp_path: Path, listing: str) -> None:
-    way = re.escape(f"comes from {THEIR_WAY[listing]}")
-    with pytest.raises(CheckpointError, match=way):
-        checkpoint_to_resume(tiny_config(f"--load {make(tmp_path / 'theirs', listing)} --finetune"))
-    with pytest.raises(CheckpointError, match=way):
-        convert([str(tmp_path / "theirs"), str(tmp_path / "ours")])
 
 
 @pytest.mark.parametrize("listing", UNRELATED)
@@ -142,25 +153,3 @@ def test_one_checkpoint_in_place_of_its_folder(tmp_path: Path) -> None:
         pretrain(f"{TINY} --save {one}".split())
     with pytest.raises(CheckpointError, match=f"give --load {tmp_path} --ckpt-step 10"):
         load_model(one, torch.device("cpu"), torch.float32)
-
-
-MAKES_ONE = "{} NEW_FOLDER makes one of it, or says what it cannot reproduce"
-
-
-@pytest.mark.parametrize(
-    ("listing", "remedy"),
-    [
-        ("config.json model.safetensors", f"{MAKES_ONE} (a run begins with it by"),
-        ("mp_rank_00/model_optim_rng.pt", f"{MAKES_ONE}, and"),
-        ("global_step7/mp_rank_00_model_states.pt", f"{MAKES_ONE}, and"),
-        (".metadata __0_0.distcp", "no command that converts it"),
-        (
-            "checkpoint-9/model.safetensors checkpoint-10/model.safetensors",
-            MAKES_ONE.replace("{}", "{}/checkpoint-10") + " (a run begins with it by --load-hf",
-        ),
-        ("global_step5_universal/zero/w/fp32.pt global_step5_universal/mp_rank_00_model_states.pt", MAKES_ONE),
-    ],
-)
-def test_the_command_that_converts_is_named(listing: str, remedy: str, tmp_path: Path) -> None:
-    folder = make(tmp_path / "theirs", listing)
-    assert remedy.replace("{}", f"gptpar convert {folder}") in (why_not_to_load(folder) or "")

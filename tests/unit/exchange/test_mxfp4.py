@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from gptpar.checkpoint.data_file import AlignedBuffers
-from gptpar.cli.convert import main as convert
 from gptpar.exchange.files import mxfp4
 from gptpar.exchange.files.mxfp4 import Mxfp4File
-from tests.unit.exchange.hf_models import TOKENS, our_logits, require_equal_logits, save_theirs
+from gptpar.exchange.files.safetensors_file import open_safetensors
+from tests.unit.exchange.hf_models import TOKENS, made_hf, made_run, our_logits, require_equal_logits, save_theirs
 from tests.unit.model.test_families import GPT_OSS
 
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
 
 PACKED = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_hidden_layers": 2}
 UNPACKED = ("gate_up_proj", "down_proj")
@@ -21,11 +22,10 @@ UNPACKED = ("gate_up_proj", "down_proj")
 
 def save_packed(folder: Path) -> dict[str, torch.Tensor]:
     """A folder as gpt-oss's own ones are; returns the experts' tensors as transformers unpacks them, by name."""
-    from safetensors.torch import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save_theirs(folder, PACKED, dtype=torch.bfloat16)
-    weights, wanted = load_file(folder / "model.safetensors"), {}
+    weights, wanted = safetensors.load_file(folder / "model.safetensors"), {}
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in weights if name.endswith(UNPACKED)]:
         experts, inputs, outputs = weights.pop(name).shape
@@ -35,7 +35,7 @@ def save_packed(folder: Path) -> dict[str, torch.Tensor]:
         scales[0, 0, 0] = 0  # of denormal numbers
         weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         wanted[name] = convert_moe_packed_tensors(blocks, scales)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    safetensors.save_file(weights, folder / "model.safetensors", {"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (folder / "config.json").write_text(json.dumps(fields))
@@ -44,37 +44,29 @@ def save_packed(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_packed_experts_are_read_and_written_as_bf16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts that end inside rows; transformers loads what is written, and computes the same."""
-    from safetensors.torch import load_file
-
     monkeypatch.setattr(mxfp4, "PART", 96)
     wanted = save_packed(tmp_path / "theirs")
     assert len(wanted) == 4
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
-    convert([str(tmp_path / "run"), str(tmp_path / "out")])
-    written = load_file(tmp_path / "out/model.safetensors")
-    before = load_file(tmp_path / "theirs/model.safetensors")
-    for name, value in {**before, **wanted}.items():
-        if not name.endswith(("_blocks", "_scales")):
-            assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], value), name
-    assert written.keys() == wanted.keys() | {name for name in before if not name.endswith(("_blocks", "_scales"))}
+    run, out = made_run(tmp_path), made_hf(tmp_path)
+    written, before = (safetensors.load_file(folder / "model.safetensors") for folder in (out, tmp_path / "theirs"))
+    wanted |= {name: value for name, value in before.items() if not name.endswith(("_blocks", "_scales"))}
+    assert written.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert written[name].dtype == torch.bfloat16 and torch.equal(written[name], value), name
     fields = json.loads((tmp_path / "theirs/config.json").read_text())
     del fields["quantization_config"]
-    assert json.loads((tmp_path / "out/config.json").read_text()) == fields
+    assert json.loads((out / "config.json").read_text()) == fields
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        out, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
-    require_equal_logits(our_logits(tmp_path / "run", TOKENS), loaded, TOKENS)
+    require_equal_logits(our_logits(run, TOKENS), loaded, TOKENS)
 
 
 def test_all_numbers_and_scales_of_the_format(tmp_path: Path) -> None:
     """Each byte with each scale, against the format's definition; a number too large for bf16 is infinite."""
-    from safetensors.torch import save_file
-
-    from gptpar.exchange.files.safetensors_file import open_safetensors
-
     scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).repeat(1, 1, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).repeat(1, 256, 1, 1)
-    save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "x.safetensors")
+    safetensors.save_file({"x_blocks": blocks, "x_scales": scales}, tmp_path / "x.safetensors")
     file = open_safetensors(tmp_path / "x.safetensors")
     one = Mxfp4File(file, file, "x_blocks")
     assert one.tensors["x_blocks"].shape == (1, 256, 512) and one.part_starts("x_blocks") == [0]

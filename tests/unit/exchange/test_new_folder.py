@@ -8,20 +8,19 @@ from gptpar.errors import CheckpointError
 from gptpar.exchange.files.new_folder import new_folder
 
 
-def test_an_error_names_the_file_that_could_not_be_read(tmp_path: Path) -> None:
-    source, target = tmp_path / "lost", tmp_path / "new"
-    with pytest.raises(CheckpointError) as error, new_folder(target):
-        source.read_bytes()
-    assert str(error.value) == f"{target} cannot be written: {source}: No such file or directory"
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_error_of_the_folder_itself_names_it_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("target", "opened", "reason"),
+    [
+        ("new", "lost", "{}/lost: No such file or directory"),
+        ("new", "new/no/such", "{}/new/no/such: No such file or directory"),
+        ("file/new", "lost", "Not a directory"),
+    ],
+)
+def test_an_error_names_the_file_once_and_nothing_is_left(
+    target: str, opened: str, reason: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
-    for target in (tmp_path / "new", tmp_path / "file/new"):
-        with pytest.raises(CheckpointError) as error, new_folder(target) as folder:
-            (folder / "no/such").touch()
-        inside = f"{target}/no/such: No such file or directory"
-        reason = "Not a directory" if "file" in target.parts else inside
-        assert str(error.value) == f"{target} cannot be written: {reason}"
+    with pytest.raises(CheckpointError) as error, new_folder(tmp_path / target) as folder:
+        Path(str(tmp_path / opened).replace(str(tmp_path / target), str(folder))).read_bytes()
+    assert str(error.value) == f"{tmp_path / target} cannot be written: {reason.replace('{}', str(tmp_path))}"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -1,31 +1,34 @@
-"""Megatron-DeepSpeed's optimizer state comes along: training goes on as plain torch would have gone on."""
+"""Megatron-DeepSpeed's optimizer state comes along: training goes on as if undisturbed."""
 
-import math
 import sys
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, make_dataclass
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from gptpar.checkpoint import read_tensors
-from gptpar.cli.convert import main as convert
+from gptpar.checkpoint import read_manifest, read_tensors
 from gptpar.cli.pretrain import main as pretrain
-from gptpar.data.build import MockDataset
-from gptpar.errors import CheckpointError
-from gptpar.pipeline import Stage
 from tests.helpers import TINY
-from tests.unit.exchange.hf_models import contents
-from tests.unit.exchange.megatron_models import GPT2, OLD, Weights, arguments, block_name, of_rank, our_model, save
+from tests.unit.exchange.hf_models import made_run, refusal
+from tests.unit.exchange.megatron_models import (
+    GPT2,
+    Weights,
+    arguments,
+    of_module,
+    of_pipeline,
+    of_rank,
+    save,
+    save_pipelined,
+    stages_of,
+)
 
 BEFORE, AFTER, BATCH = 4, 5, 4
 RUN = (
     f"{TINY} {GPT2} --global-batch-size {BATCH} --train-iters {BEFORE + AFTER} --lr-warmup-iters 3 --min-lr 1e-3 "
-    "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0.5 --save-interval 100"
+    "--lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95 --clip-grad 0.5 --fp64"
 )
 SCHEDULER = {
     **{"max_lr": 1e-2, "min_lr": 1e-3, "lr_warmup_steps": 3 * BATCH, "lr_decay_steps": (BEFORE + AFTER) * BATCH},
@@ -35,66 +38,22 @@ SCHEDULER = {
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass
-class Plain:
-    """A run in nothing but torch: warm-up, cosine decay, clipping, AdamW."""
-
-    stage: Stage
-    optimizer: torch.optim.AdamW
-
-    @staticmethod
-    def begin(dtype: torch.dtype) -> "Plain":
-        stage, weights = our_model(f"{GPT2} --softmax-over-padding")  # as Megatron trains
-        stage.place({name: value.to(dtype) for name, value in weights.items()})
-        named = stage.global_parameters().values()
-        groups = [
-            {"params": [p for p in named if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in named if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        return Plain(stage, torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-8))
-
-    def train(self, steps: range) -> None:
-        data = MockDataset(1000, 16, 60, seed=1234)
-        for step in steps:
-            tokens = torch.stack([torch.from_numpy(data[step * BATCH + place]) for place in range(BATCH)])
-            ratio = (step - 3) / (BEFORE + AFTER - 3)
-            lr = 1e-2 * step / 3 if step <= 3 else 1e-3 + 0.5 * (1 + math.cos(math.pi * ratio)) * (1e-2 - 1e-3)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.zero_grad()
-            F.cross_entropy(self.stage(tokens[:, :-1], {"seq_length": 16}), tokens[:, 1:].flatten()).backward()
-            torch.nn.utils.clip_grad_norm_([*self.stage.global_parameters().values()], 0.5)
-            self.optimizer.step()
-
-    def states(self) -> dict[str, Weights]:
-        """Copies by kind and our name."""
-        named = self.stage.global_parameters()
-        moments = {kind: {name: self.optimizer.state[p][kind].clone() for name, p in named.items()} for kind in MOMENTS}
-        return {"fp32": {name: p.detach().clone() for name, p in named.items()}, **moments}
-
-    def without_padding(self) -> None:
-        """DeepSpeed leaves the padding of the vocabulary out, and begins with zeros there again."""
-        embedding = self.stage.global_parameters()["embedding.weight"]
-        for value in (embedding.detach(), *(self.optimizer.state[embedding][kind] for kind in MOMENTS)):
-            value[60:] = 0.0
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose softmax is over the padding, as Megatron trains."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    pretrain(f"{RUN} --softmax-over-padding --save {folder} --save-interval {BEFORE}".split())
+    return folder
 
 
-def of_module(name: str) -> str:
-    ends = {
-        "embedding.weight": "language_model.embedding.word_embeddings.weight",
-        "positions.weight": "language_model.embedding.position_embeddings.weight",
-        "final_norm.weight": "language_model.encoder.final_layernorm.weight",
-        "final_norm.bias": "language_model.encoder.final_layernorm.bias",
-    }
-    return ends.get(name) or f"language_model.encoder.{block_name(name, OLD, 0)}"
-
-
-def of_pipeline(name: str) -> str:
-    """Blocks are at the places 3 to 6, the last norm at 8."""
-    if name.startswith("layers."):
-        return block_name(name, OLD, -3).removeprefix("layers.")
-    ends = {"embedding.weight": "word_embeddings.weight", "positions.weight": "position_embeddings.weight"}
-    return f"tied_modules.embed.{ends[name]}" if name in ends else name.replace("final_norm", "8")
+@pytest.fixture
+def states(undisturbed: Path) -> dict[str, Weights]:
+    """Those after BEFORE steps, by kind and our name."""
+    found: dict[str, Weights] = {}
+    for name, value in read_tensors(undisturbed / f"iter_{BEFORE:07d}").items():
+        kind, _, inner = name.partition("/")
+        found.setdefault("fp32" if kind == "weights" else kind, {})[inner] = value
+    return found
 
 
 def states_file(more: dict[str, Any]) -> dict[str, Any]:
@@ -105,60 +64,21 @@ def states_file(more: dict[str, Any]) -> dict[str, Any]:
     return {"args": given, "checkpoint_version": 3.0, "module": {}, **beside, **more}
 
 
-def save_universal(
-    root: Path, plain: Plain, named: Callable[[str], str] = of_module, *, step_in_groups: bool = False
-) -> Path:
-    folder = root / f"global_step{BEFORE}_universal"
-    for kind, values in plain.states().items():
+def save_universal(root: Path, states: dict[str, Weights], *, pipeline: bool) -> None:
+    """With a pipeline the number of steps is in the groups, else beside each parameter. No padding is stored."""
+    folder, named = root / f"global_step{BEFORE}_universal", of_pipeline if pipeline else of_module
+    for kind, values in states.items():
         for name, value in values.items():
             whole = value.flatten(0, 1) if value.dim() == 3 else value
             of_vocabulary = {"vocab_tensor": True} if name == "embedding.weight" else {}
             param = whole[:60].clone() if of_vocabulary else whole
             save(folder / "zero" / named(name) / f"{kind}.pt", {"param": param, "cat_dim": 0, **of_vocabulary})
-            if not step_in_groups:
+            if not pipeline:
                 save(folder / "zero" / named(name) / "step.pt", torch.tensor(float(BEFORE)))
-    groups = [{"lr": 1e-3, "step": BEFORE} if step_in_groups else {"lr": 1e-3}]
+    groups = [{"lr": 1e-3, "step": BEFORE} if pipeline else {"lr": 1e-3}]
     save(folder / "zero/optimizer_state.pt", {"param_groups": groups, "loss_scaler": None, "zero_stage": 1})
     save(folder / "mp_rank_00_model_states.pt", states_file({}))
     (root / "latest_universal").write_text(folder.name)
-    return folder
-
-
-def go_on(root: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Our continuation's last checkpoint."""
-    precision = "--fp64" if dtype is torch.float64 else ""
-    pretrain(f"{RUN} {precision} --load {root / 'run'} --save {root / 'out'}".split())
-    return read_tensors(root / f"out/iter_{BEFORE + AFTER:07d}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("named", "dtype", "tolerance"), [(of_module, torch.float64, 1e-12), (of_pipeline, torch.float32, 1e-5)]
-)
-def test_a_universal_checkpoint_goes_on_as_plain_torch(
-    named: Callable[[str], str],
-    dtype: torch.dtype,
-    tolerance: float,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    plain = Plain.begin(dtype)
-    plain.train(range(BEFORE))
-    save_universal(tmp_path / "theirs", plain, named, step_in_groups=named is of_pipeline)
-    before = contents(tmp_path / "theirs")
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-    assert f"the optimizer's state after {BEFORE} updates: a run goes on with it by" in capsys.readouterr().out
-    assert contents(tmp_path / "theirs") == before
-    ours = go_on(tmp_path, dtype)
-    plain.without_padding()
-    plain.train(range(BEFORE, BEFORE + AFTER))
-    for kind, values in plain.states().items():
-        for name, value in values.items():
-            if dtype is torch.float32 and name.endswith("qkv.bias"):
-                continue  # the keys' biases have no gradient but rounding, which Adam makes a step of
-            found = ours[f"{'weights' if kind == 'fp32' else kind}/{name}"]
-            torch.testing.assert_close(found, value, rtol=0, atol=tolerance)
-    assert len(ours) == 3 * len(plain.stage.global_parameters())
 
 
 @pytest.fixture
@@ -172,10 +92,9 @@ def fragment(monkeypatch: pytest.MonkeyPatch) -> type:
     return made
 
 
-def save_zero(root: Path, plain: Plain, fragment: type, *, pipeline: bool) -> None:
+def save_zero(root: Path, states: dict[str, Weights], fragment: type, *, pipeline: bool) -> None:
     """Two data ranks and two tensor ranks, and with a pipeline two stages; each group is cut without regard to ends."""
     folder, named, tensor_ranks = root / f"global_step{BEFORE}", of_pipeline if pipeline else of_module, 2
-    states = plain.states()
     for model_rank in range(tensor_ranks * (2 if pipeline else 1)):
         stage, rank = divmod(model_rank, tensor_ranks)
         here = [name for name in states["fp32"] if not pipeline or stage in stages_of(name)]
@@ -207,62 +126,54 @@ def save_zero(root: Path, plain: Plain, fragment: type, *, pipeline: bool) -> No
     save_models(folder, {name: value.bfloat16() for name, value in states["fp32"].items()}, pipeline=pipeline)
 
 
-def stages_of(name: str) -> tuple[int, ...]:
-    """Of two; the tied embedding is in both."""
-    if name.startswith("layers."):
-        return (int(name.split(".")[1]) // 2,)
-    return {"embedding.weight": (0, 1), "positions.weight": (0, 1)}.get(name, (1,))
-
-
 def save_models(folder: Path, weights: Weights, *, pipeline: bool) -> None:
+    if pipeline:
+        save_pipelined(folder, weights, states_file({}))
+        return
     for rank in range(2):
-        parts = {name: of_rank(name, value, rank) for name, value in weights.items()}
-        module: Any = None
-        if not pipeline:
-            module = {of_module(name): part for name, part in parts.items()}
-        else:
-            layers: dict[str, Weights] = {}
-            for name, part in parts.items():
-                place, _, inner = of_pipeline(name).removeprefix("tied_modules.embed.").partition(".")
-                of_layer = ("1", f"{place}.{inner}") if place.endswith("embeddings") else (place, inner)
-                layers.setdefault(of_layer[0], {})[of_layer[1]] = part
-            for place, state in layers.items():
-                save(folder / f"layer_{int(place):02d}-model_{rank:02d}-model_states.pt", state)
+        module = {of_module(name): of_rank(name, value, rank) for name, value in weights.items()}
         save(folder / f"mp_rank_{rank:02d}_model_states.pt", states_file({"module": module}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [False, True])
-def test_partitioned_state_goes_on_as_plain_torch(pipeline: bool, fragment: type, tmp_path: Path) -> None:
-    plain = Plain.begin(torch.float64)
-    plain.train(range(BEFORE))
-    save_zero(tmp_path / "theirs", plain, fragment, pipeline=pipeline)
-    before = contents(tmp_path / "theirs")
-    assert convert([str(tmp_path / "theirs"), str(tmp_path / "run")]) == 0
-    assert contents(tmp_path / "theirs") == before
-    stored = read_tensors(tmp_path / f"run/iter_{BEFORE:07d}")
-    for kind, values in plain.states().items():
+@pytest.mark.parametrize("universal", [True, False], ids=["universal", "partitioned"])
+@pytest.mark.parametrize("pipeline", [True, False], ids=["of a pipeline", "of one piece"])
+def test_the_state_comes_along_and_training_goes_on_as_if_undisturbed(
+    universal: bool,
+    pipeline: bool,
+    undisturbed: Path,
+    states: dict[str, Weights],
+    fragment: type,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if universal:
+        save_universal(tmp_path / "theirs", states, pipeline=pipeline)
+        for values in states.values():
+            values["embedding.weight"][60:] = 0.0
+    else:
+        save_zero(tmp_path / "theirs", states, fragment, pipeline=pipeline)
+    path = made_run(tmp_path) / f"iter_{BEFORE:07d}"
+    assert f"the optimizer's state after {BEFORE} updates: a run goes on with it by" in capsys.readouterr().out
+    meta, stored = read_manifest(path).meta, read_tensors(path)
+    assert (meta["optimizer_steps"], meta["progress"]["consumed_samples"]) == (BEFORE, BEFORE * BATCH)
+    assert len(stored) == 3 * len(states["fp32"])
+    for kind, values in states.items():
         for name, value in values.items():
             assert torch.equal(stored[f"{'weights' if kind == 'fp32' else kind}/{name}"], value), (kind, name)
-    ours = go_on(tmp_path, torch.float64)
-    plain.train(range(BEFORE, BEFORE + AFTER))
-    for name, value in plain.states()["fp32"].items():
-        torch.testing.assert_close(ours[f"weights/{name}"], value, rtol=0, atol=1e-12)
-
-
-def refused(root: Path) -> str:
-    with pytest.raises(CheckpointError) as told:
-        convert([str(root / "theirs"), str(root / "run")])
-    assert {one.name for one in root.iterdir()} == {"theirs"}
-    return str(told.value)
+    if not universal:  # which differs from the run in the padding
+        pretrain(f"{RUN} --load {tmp_path / 'run'} --save {tmp_path / 'out'} --save-interval 100".split())
+        last = f"iter_{BEFORE + AFTER:07d}"
+        found, wanted = read_tensors(tmp_path / "out" / last), read_tensors(undisturbed / last)
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
 def test_partitioned_state_that_is_damaged_or_of_another_form(
-    fragment: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    states: dict[str, Weights], fragment: type, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plain = Plain.begin(torch.float32)
-    plain.train(range(1))
-    save_zero(tmp_path / "theirs", plain, fragment, pipeline=False)
+    save_zero(tmp_path / "theirs", states, fragment, pipeline=False)
     file = tmp_path / f"theirs/global_step{BEFORE}/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = torch.load(file, weights_only=False)
     state = content["optimizer_state_dict"]
@@ -272,13 +183,10 @@ def test_partitioned_state_that_is_damaged_or_of_another_form(
         ({"param_slice_mappings": [{"x": 3}, {}]}, "is no pair of whole numbers"),
         ({"param_slice_mappings": [{}, {}]}, "in the model, and the 2 ranks have"),
         ({"base_optimizer_state": {"state": {}, "param_groups": [{"step": BEFORE}]}}, "not an optimizer's state"),
-        (
-            {"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}},
-            "of different steps",
-        ),
+        ({"base_optimizer_state": {"state": {n: one | {"step": 9} for n, one in groups.items()}}}, "different steps"),
     ):
         save(file, {"optimizer_state_dict": {**state, **change}})
-        assert told in refused(tmp_path), told
+        assert told in refusal(tmp_path), told
     save(file, {"optimizer_state_dict": {"fp32_flat_groups": []}})  # ZeRO-3
-    convert([str(tmp_path / "theirs"), str(tmp_path / "run")])
+    made_run(tmp_path)
     assert "it holds weights alone" in capsys.readouterr().out

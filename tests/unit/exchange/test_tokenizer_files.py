@@ -16,11 +16,10 @@ from gptpar.data.tokenizer.train import train
 from gptpar.errors import TokenizerError
 from gptpar.exchange.hf_export import ExportOptions, prepare_export
 from gptpar.exchange.hf_import import tokenizer_in
-from gptpar.exchange.sentencepiece_json import SentencePieceModel
-from gptpar.exchange.tokenizer_files import odd_texts, require_same_ids, tokenizer_files
+from gptpar.exchange.tokenizer_files import odd_texts, tokenizer_files
 from tests.unit.run.saved_runs import saved
 
-pytest.importorskip("tokenizers")
+tokenizers = pytest.importorskip("tokenizers")
 
 TEXTS = [
     "import os, sys",
@@ -52,7 +51,6 @@ def trained(kind: str, **settings: Any) -> bytes:
 def test_the_trainers_models_keep_their_ids(tmp_path: Path) -> None:
     config = config_of(tmp_path, train(TEXTS, 300))
     files = tokenizer_files(config, 16)
-    tokenizers = pytest.importorskip("tokenizers")
     written = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     training = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path))
     ids = training.encode("import os")
@@ -67,71 +65,62 @@ def test_the_trainers_models_keep_their_ids(tmp_path: Path) -> None:
     }
 
 
-def test_other_ids_are_told_with_a_text(tmp_path: Path) -> None:
-    content = train(TEXTS, 300)
-    config_of(tmp_path, content)
-    model = dataclasses.replace(SentencePieceModel.parse(content), prefix=True)
-    training = build_tokenizer("SentencePieceTokenizer", tokenizer_model=str(tmp_path))
-    with pytest.raises(
-        TokenizerError, match=r"odd texts have other ids in transformers than in training.*--no-tokenizer"
-    ):
-        require_same_ids(json.dumps(model.tokenizer_json(None)).encode(), training)
-
-
-def test_what_no_tokenizer_json_can_say_is_told(tmp_path: Path) -> None:
-    config = config_of(tmp_path, trained("bpe", treat_whitespace_as_suffix=True))
-    with pytest.raises(
-        TokenizerError, match="puts spaces behind words, which no tokenizer.json can say: .*--no-tokenizer"
-    ):
-        tokenizer_files(config, 16)
-
-
-def test_a_normalization_that_the_library_reads_otherwise_is_told_with_a_text(tmp_path: Path) -> None:
-    """SentencePiece's default replaces the longest text that it knows; the library replaces whole graphemes."""
-    config = config_of(tmp_path, trained("unigram"))
-    with pytest.raises(TokenizerError, match=r"[1-9]\d* of 4,\d+ odd texts have other ids.*--no-tokenizer"):
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("bpe", {"treat_whitespace_as_suffix": True}, "puts spaces behind words, which no tokenizer.json can say: "),
+        # SentencePiece's default replaces the longest text that it knows; the library replaces whole graphemes.
+        ("unigram", {}, r"[1-9]\d* of 4,\d+ odd texts have other ids in transformers than in training"),
+    ],
+)
+def test_what_no_tokenizer_json_can_say_is_told(kind: str, settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    config = config_of(tmp_path, trained(kind, **settings))
+    with pytest.raises(TokenizerError, match=f"{told}.*--no-tokenizer"):
         tokenizer_files(config, 16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "settings"),
-    [("unigram", IDENTITY), ("bpe", LLAMA), ("char", BARE), ("bpe", BARE | USER), ("unigram", BARE | USER)],
+    ("kind", "settings", "name"),
+    [
+        ("unigram", IDENTITY, "Llama2Tokenizer"),
+        ("bpe", LLAMA, "Llama2Tokenizer"),
+        ("char", BARE, "SentencePieceTokenizer"),
+        ("bpe", BARE | USER, "Llama2Tokenizer"),
+        ("unigram", BARE | USER, "SentencePieceTokenizer"),
+    ],
     ids=["trims", "llama", "bare", "user", "user of unigram"],
 )
-def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_transformers_gives_the_same_ids(kind: str, settings: dict[str, Any], name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    model, out = trained(kind, **settings), tmp_path / "out"
+    out = tmp_path / "out"
     out.mkdir()
-    for name in ("SentencePieceTokenizer", "Llama2Tokenizer"):
-        for file, content in tokenizer_files(config_of(tmp_path, model, name), 16).items():
-            (out / file).write_bytes(content)
-        reader = transformers.AutoTokenizer.from_pretrained(out)
-        training = build_tokenizer(name, tokenizer_model=str(tmp_path))
-        texts = [text for text in odd_texts(training) if not any(one in text for one in ("<s>", "</s>", "<unk>"))]
-        assert len(texts) > 3500
-        assert [reader(text).input_ids for text in texts] == [training.encode(text) for text in texts]
-        assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)
+    for file, content in tokenizer_files(config_of(tmp_path, trained(kind, **settings), name), 16).items():
+        (out / file).write_bytes(content)
+    reader = transformers.AutoTokenizer.from_pretrained(out)
+    training = build_tokenizer(name, tokenizer_model=str(tmp_path))
+    texts = [text for text in odd_texts(training) if not any(one in text for one in ("<s>", "</s>", "<unk>"))]
+    assert len(texts) > 3500
+    assert [reader(text).input_ids for text in texts] == [training.encode(text) for text in texts]
+    assert (reader.eos_token_id, reader.bos_token_id) == (2, 1 if name == "Llama2Tokenizer" else None)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("settings", "begin"), [(None, []), ({}, []), ({"add_bos_token": False}, []), ({"add_bos_token": True}, [1])]
-)
-def test_a_folder_with_tokenizer_model_alone_keeps_its_beginning_of_texts(
-    settings: dict[str, Any] | None, begin: list[int], tmp_path: Path
-) -> None:
+def test_a_folder_with_tokenizer_model_alone_keeps_its_beginning_of_texts(tmp_path: Path) -> None:
     """As transformers reads it: a text begins with bos if tokenizer_config.json says so."""
-    (tmp_path / "tokenizer.model").write_bytes(content := trained("bpe", **LLAMA))
-    if settings is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = tokenizer_in(tmp_path)
-    assert config is not None
-    files = tokenizer_files(config, 16)
-    written = pytest.importorskip("tokenizers").Tokenizer.from_buffer(files["tokenizer.json"])
+    content = trained("bpe", **LLAMA)
+    (tmp_path / "tokenizer.model").write_bytes(content)
     ids = sentencepiece.SentencePieceProcessor(model_proto=content).EncodeAsIds("import os")
-    assert written.encode("import os").ids == begin + ids and files["tokenizer.model"] == content
-    assert ("bos_token" in json.loads(files["tokenizer_config.json"])) is bool(begin)
+    for settings in (None, {}, {"add_bos_token": False}, {"add_bos_token": True}):
+        begin = [1] if settings and settings["add_bos_token"] else []
+        if settings is not None:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+        config = tokenizer_in(tmp_path)
+        assert config is not None
+        files = tokenizer_files(config, 16)
+        written = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+        assert written.encode("import os").ids == begin + ids and files["tokenizer.model"] == content
+        assert ("bos_token" in json.loads(files["tokenizer_config.json"])) is bool(begin)
 
 
 @pytest.mark.slow

@@ -13,18 +13,14 @@ TEXT = "Hello, HELLO hELlo's 1234 wörld日本 <unk></s>  x\r\n\n\t/// a//\n �
 MERGES = [b"He", b"ll", b"Hell", b"Hello", b" x", b"12", b"23", b"\r\n", b"\n\n", b"//", b"EL", b"HE", b"LO", b"lo"]
 
 
-def write(path: Path, tokens: list[bytes]) -> str:
-    entries = [
-        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
-        for rank, token in enumerate(tokens)
-    ]
-    path.write_text(json.dumps(entries))
-    return str(path)
-
-
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    return write(tmp_path / "vocab.json", [*(bytes([byte]) for byte in range(256)), *MERGES])
+    entries = [
+        {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": token.decode(errors="replace")}
+        for rank, token in enumerate([*(bytes([byte]) for byte in range(256)), *MERGES])
+    ]
+    (tmp_path / "vocab.json").write_text(json.dumps(entries))
+    return str(tmp_path / "vocab.json")
 
 
 def merged(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
@@ -48,8 +44,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("pattern", ["v1", "v2"])
-@pytest.mark.parametrize("special", [7, 1000])
+@pytest.mark.parametrize(("pattern", "special"), [("v1", 7), ("v2", 1000)])
 def test_equals_the_reference(model: str, pattern: str, special: int) -> None:
     options = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": special}
     tokenizer = build_tokenizer("TikTokenizer", tokenizer_model=model, vocab_size=special + 256 + 14, **options)

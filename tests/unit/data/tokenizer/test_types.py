@@ -25,23 +25,18 @@ def test_byte_tokenizer():
         tokenizer.encode("\udc80")
 
 
-@pytest.fixture
-def hf_folder(tmp_path: Path) -> Path:
+def test_hf_tokenizer(tmp_path: Path):
     tokenizers = pytest.importorskip("tokenizers")
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: i for i, token in enumerate([*alphabet, "ab"])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.enable_truncation(2)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path
-
-
-def test_hf_tokenizer(hf_folder: Path):
-    for path in (hf_folder, hf_folder / "tokenizer.json"):
+    written = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[("a", "b")]))
+    written.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = tokenizers.decoders.ByteLevel()
+    written.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    written.add_special_tokens(["</s>"])
+    written.enable_truncation(2)
+    written.save(str(tmp_path / "tokenizer.json"))
+    for path in (tmp_path, tmp_path / "tokenizer.json"):
         tokenizer = build_tokenizer("HFTokenizer", tokenizer_model=str(path))
         assert (tokenizer.vocab_size, tokenizer.eod) == (258, 257)
         assert tokenizer.encode("abab") == [256, 256]  # nothing added, nothing cut off

@@ -14,14 +14,11 @@ from gptpar.optim.elementwise import Done
 
 @dataclass
 class Seen:
-    """What a run was, and what its host did: of how many elements, and of those that were open at first."""
+    """What the host did: of how many elements, and of those that were open at first."""
 
-    steps: list[list[float]] = field(default_factory=list)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
     elements: list[int] = field(default_factory=list)
     completed: list[int] = field(default_factory=list)
     half_done: set[int] = field(default_factory=set)
-    redone: int = 0
 
 
 class Counting(CpuAdam):

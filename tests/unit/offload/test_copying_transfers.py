@@ -3,25 +3,22 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.offload import buckets, copying_transfers
 from gptpar.offload.copying_transfers import CopiesUnderWay, CopyingSameMemory, GradientCopy
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import DeviceEvent
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from gptpar.run.trainer import Trainer
-from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.host_optimizers import RATES, WHOLE, Point, make_host, wait_until
-from tests.unit.offload.tiny_runs import ALL
+from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same, run_of
 
 UNITS = tuple(OffloadedPartition(name, 128, *WHOLE) for name in ("first", "second", "third", "fourth"))
 
@@ -102,16 +99,9 @@ def test_only_what_is_above_the_bound_is_waited_for() -> None:
 
 def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
     """None of four units may wait on the device; the updating thread goes on with what is there meanwhile."""
-    transfers = SlowCopies(max_bytes=0)
-    begun = threading.Event()
-
-    class Noting(CpuAdam):
-        def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
-            begun.set()
-            return super().order(*args, **kwargs)
-
+    transfers, log = SlowCopies(max_bytes=0), EventLog()
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
-    host = make_host(Noting(1), speculated=512, pieces=UNITS, transfers=transfers, parameters=parameters)
+    host = make_host(CpuAdam(1), speculated=512, pieces=UNITS, transfers=transfers, parameters=parameters, log=log)
     host.expect_step(RATES, 1.0)
 
     def submit() -> None:
@@ -123,7 +113,9 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
     for number in range(len(UNITS)):
         wait_until(lambda number=number: len(transfers.copies) > number)
         assert transfers.copies[number][2].asked.wait(10) and loop.is_alive()
-        assert number == 0 or begun.wait(10)  # the thread has had the lock since the first one's arrival
+        if number:  # the thread has had the lock since the first one's arrival
+            wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
+            assert log.of(What.SPECULATION_BEGUN)
         transfers.let_arrive(number)
     loop.join(10)
     host.step(torch.tensor(0.5), RATES, 1.0)
@@ -135,30 +127,6 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
 
 
 # --- with a whole run -----------------------------------------------------------------------------------------------
-
-
-def train(
-    flags: str, steps: int = 10, micro_batches: int = 1
-) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
-    """(loss, norm, skipped) of each step, and the final weights and moments by name."""
-    trainer = make_trainer(tiny_config(flags))
-    seen = []
-    for step in range(steps):
-        trainer.expect_step(2.0 * step)
-        samples = [random_tokens(2, 16, 60, seed=step + 100 * number) for number in range(micro_batches)]
-        loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:]) for tokens in samples], step)
-        launched = trainer.update(loss, iteration=step + 1, samples=2, progress=2.0 * step, stop=False)
-        seen.append(launched.readings.read()[:3])
-        if trainer.loss_scale.dynamic:
-            trainer.loss_scale.update(bool(seen[-1][2]))
-    state = {
-        f"{kind} {name} {number}": part.clone()
-        for kind, held in trainer.engine.optimizer.state_tensors().items()
-        for name, parts in held.items()
-        for number, (_, part) in enumerate(parts.parts)
-    }
-    trainer.close()
-    return seen, state, trainer
 
 
 @pytest.mark.parametrize(
@@ -175,13 +143,10 @@ def test_gradients_that_leave_change_no_bit(
 ) -> None:
     """Some steps are clipped, and in fp16 some skipped; buckets cut units."""
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
-    words = f"{words} --clip-grad 1.2 --cpu-optimizer --cpu-optimizer-ratio {ratio} --offload-speculation {speculation}"
-    stay, leave = train(f"{words} --offload-gradients off"), train(f"{words} --offload-gradients on")
-    norms = [norm for _, norm, _ in stay[0]]
-    assert any(norm > 1.2 for norm in norms) and any(norm < 1.2 for norm in norms)
-    assert any(skipped for *_, skipped in stay[0]) == ("fp16" in words)
-    assert str(stay[0]) == str(leave[0]) and stay[1].keys() == leave[1].keys()
-    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+    words = f"{words} --clip-grad 0.9 {OFFLOAD} {ratio} --offload-speculation {speculation} --offload-gradients"
+    stay, leave = (run_of(f"{words} {word}", steps=8, count=1) for word in ("off", "on"))
+    assert stay.clips_some(0.9) and stay.skips_some() == ("fp16" in words)
+    assert_same(leave, stay)
 
 
 def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +169,15 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GradientMemory, "sum_of", making)
     monkeypatch.setattr(HostOptimizer, "submit_gradient", submitting)
-    _, _, trainer = train(f"--bf16 {ALL} --offload-gradients on", steps=2)
-    units = len(trainer.engine.table.units)
+    words = f"--bf16 {ALL} --offload-gradients on"
+    units = len(run_of(words, steps=2, count=1).trainer.engine.table.units)
     assert counts == [1] * (2 * units) and len(sums) == 2 * units
     assert not any(alive() for alive in sums)
     sums.clear()
     counts.clear()
     with monkeypatch.context() as patch:  # what this test would see if they stayed
         patch.setattr(copying_transfers.GradientCopy, "arrived", lambda copy: False)
-        train(f"--bf16 {ALL} --offload-gradients on", steps=1)
+        run_of(words, steps=1, count=1)
     assert max(counts) > 1
 
 

@@ -45,12 +45,24 @@ def make_host(
     )
 
 
+def submit_ones(host: HostOptimizer, *units: str) -> None:
+    for unit in units:
+        host.submit_gradient(unit, torch.ones(128))
+
+
+def step(host: HostOptimizer, norm: float = 0.5) -> None:
+    """Request a step and wait for its end."""
+    host.step(torch.tensor(norm), RATES, 1.0)
+    host.finish()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """For at most a minute."""
     for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
+    raise AssertionError("what is waited for has not happened within a minute")
 
 
 class Point(threading.Event):

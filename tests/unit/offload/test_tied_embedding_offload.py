@@ -39,7 +39,6 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
             assert host.shared.log is not None
             mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
             wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))
-            assert mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)
 
     def train(words: str, early: bool, *, is_patient: bool = True, **options: Any) -> tuple[Run, Seen]:
         with monkeypatch.context() as patch, logged():

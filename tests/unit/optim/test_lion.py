@@ -1,21 +1,12 @@
-"""Lion beside its plain formula: the update, its number formats, and training at every ratio, saved and resumed."""
-
-from pathlib import Path
+"""Lion beside its plain formula: training at every ratio, and the update's number formats."""
 
 import pytest
 import torch
 
-from gptpar.cli.check_layouts.compare import difference
-from gptpar.cli.check_layouts.outcome import Tensors
 from gptpar.optim.elementwise import UpdateVectors
 from gptpar.optim.lion import LION, LionHyperparameters
 from gptpar.optim.torch_kernels import make_device_kernel, make_host_kernel
-from tests.unit.optim.plain_runs import LION_WORDS, STEPS, TOLERANCE, alone, lion, plain_loop
-
-
-@pytest.fixture(scope="module")
-def wanted() -> list[Tensors]:
-    return plain_loop(LION_WORDS, lion())
+from tests.unit.optim.plain_runs import LION_WORDS, assert_follows, lion
 
 
 @pytest.mark.slow
@@ -23,23 +14,13 @@ def wanted() -> list[Tensors]:
     "flags",
     [
         "",
-        pytest.param("--cpu-optimizer --cpu-optimizer-ratio 0.3", marks=pytest.mark.slow),
-        pytest.param("--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on", marks=pytest.mark.slow),
-        pytest.param("--cpu-optimizer --cpu-parameters", marks=pytest.mark.slow),
+        "--cpu-optimizer --cpu-optimizer-ratio 0.3",
+        "--cpu-optimizer --cpu-optimizer-ratio 1 --offload-speculation on",
+        "--cpu-optimizer --cpu-parameters",
     ],
 )
-def test_training_follows_a_plain_loop(tmp_path: Path, flags: str, wanted: list[Tensors]) -> None:
-    """Each step's weights, the last one's after a resume at ratio 0.6."""
-    run = alone(LION_WORDS, flags.split())
-    run.train(0, STEPS - 1)
-    run.save(tmp_path, STEPS - 1)
-    run.trainer.close()
-    resumed = alone(LION_WORDS, ("--cpu-optimizer", "--cpu-optimizer-ratio", "0.6"))
-    resumed.resume(tmp_path)
-    resumed.train(STEPS - 1, STEPS)
-    resumed.trainer.close()
-    found = run.outcome.weights + resumed.outcome.weights
-    assert difference(zip(found, wanted, strict=True)) <= TOLERANCE
+def test_training_follows_the_plain_formula(flags: str) -> None:
+    assert_follows(LION_WORDS, flags, lion())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
@@ -90,17 +92,11 @@ class SlowNorm(SameMemory):
         self.computed = threading.Event()
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
-        transfers = self
+        def value() -> float:
+            assert self.computed.wait(10)
+            return number.item()
 
-        class Coming:
-            def known(self) -> bool:
-                return transfers.computed.is_set()
-
-            def value(self) -> float:
-                assert transfers.computed.wait(10)
-                return number.item()
-
-        return Coming()
+        return cast(PendingScalar, SimpleNamespace(known=self.computed.is_set, value=value))
 
 
 @dataclass

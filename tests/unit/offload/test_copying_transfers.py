@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.offload import buckets, copying_transfers
-from gptpar.offload.copying_transfers import CopiesUnderWay, CopyingSameMemory, GradientCopy
+from gptpar.offload.copying_transfers import CopyingSameMemory
 from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import DeviceEvent
@@ -23,25 +24,33 @@ from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same, run_of
 UNITS = tuple(OffloadedPartition(name, 128, *WHOLE) for name in ("first", "second", "third", "fourth"))
 
 
+@dataclass
+class SlowCopy:
+    """A copy that is there when the test says so: of a gradient that is made at once."""
+
+    grad: torch.Tensor
+    alive: Callable[[], bool]
+    values: torch.Tensor
+    there: Point = field(default_factory=Point)
+
+    def arrive(self) -> None:
+        self.values.copy_(self.grad)
+        self.there.set()
+
+
 class SlowCopies(CopyingSameMemory):
-    """Gradients are made at once; each copy is there when the test says so."""
+    """Its copies are slow."""
 
     def __init__(self, max_bytes: int):
         super().__init__(max_bytes)
-        self.copies: list[tuple[torch.Tensor, torch.Tensor, Point]] = []
+        self.copies: list[SlowCopy] = []
 
     def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
-        made, there = Point(), Point()
+        made = Point()
         made.set()
         values.fill_(float("nan"))
-        self.copies.append((grad, values, there))
-        return made, there
-
-    def let_arrive(self, number: int) -> None:
-        grad, values, there = self.copies[number]
-        values.copy_(grad)
-        self.copies[number] = (torch.empty(0), values, there)
-        there.set()
+        self.copies.append(SlowCopy(grad.clone(), storage_alive(grad), values))
+        return made, self.copies[-1].there
 
 
 def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
@@ -50,56 +59,9 @@ def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: reference() is not None
 
 
-# --- one copy, and several ------------------------------------------------------------------------------------------
-
-
-def test_a_copy_keeps_the_gradient_until_it_is_there_and_its_values_for_good() -> None:
-    there, made = Point(), Point()
-    grad, values = torch.ones(4), torch.zeros(4)
-    copy, alive = GradientCopy(grad, values, made, there), storage_alive(grad)
-    del grad
-    assert not copy.made() and not copy.arrived() and alive() and copy.begin(urgent=False)
-    made.set()
-    copy.release()
-    assert copy.made() and not copy.arrived() and alive()
-    values.fill_(1.0)
-    there.set()
-    assert copy.arrived() and not alive()
-    copy.release()  # a speculation is done with it, and may turn out wrong
-    assert torch.equal(copy.tensor(), torch.ones(4)) and copy.tensor() is values
-
-
-def test_only_what_is_above_the_bound_is_waited_for() -> None:
-    under_way = CopiesUnderWay(max_bytes=2 * 16)
-    signals = [Point() for _ in range(4)]
-    kept = []
-    for signal in signals[:2]:
-        grad = torch.ones(4)
-        kept.append(storage_alive(grad))
-        under_way.add(GradientCopy(grad, torch.zeros(4), Point(), signal))
-        del grad
-        under_way.hold_back()  # returns
-    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Point(), signals[2]))
-    loop = threading.Thread(target=under_way.hold_back)
-    loop.start()
-    assert signals[0].asked.wait(10) and not signals[1].asked.is_set()
-    assert kept[0]() and kept[1]()
-    signals[0].set()
-    loop.join(10)
-    assert not loop.is_alive() and not signals[1].asked.is_set() and not kept[0]() and kept[1]()
-    for signal in signals[1:]:
-        signal.set()
-    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Point(), signals[3]))
-    under_way.hold_back()
-    assert not kept[1]() and not signals[1].asked.is_set()  # what has arrived is forgotten without waiting
-
-
-# --- with the host optimizer ----------------------------------------------------------------------------------------
-
-
-def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
-    """None of four units may wait on the device; the updating thread goes on with what is there meanwhile."""
-    transfers, log = SlowCopies(max_bytes=0), EventLog()
+def test_the_loop_waits_for_the_oldest_copies_above_the_bound_without_the_thread_s_lock() -> None:
+    """The device keeps a gradient until its copy is there; the updating thread goes on with what is there meanwhile."""
+    transfers, log = SlowCopies(max_bytes=512), EventLog()  # of one unit
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
     host = make_host(CpuAdam(1), speculated=512, pieces=UNITS, transfers=transfers, parameters=parameters, log=log)
     host.expect_step(RATES, 1.0)
@@ -110,21 +72,23 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
 
     loop = threading.Thread(target=submit)
     loop.start()
-    for number in range(len(UNITS)):
-        wait_until(lambda number=number: len(transfers.copies) > number)
-        assert transfers.copies[number][2].asked.wait(10) and loop.is_alive()
+    for number in range(3):
+        wait_until(lambda number=number: len(transfers.copies) > number + 1)
+        oldest, newest = transfers.copies[number:]
+        assert oldest.there.asked.wait(10) and loop.is_alive() and len(transfers.copies) == number + 2
+        assert oldest.alive() and newest.alive()
         if number:  # the thread has had the lock since the first one's arrival
             wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
-        transfers.let_arrive(number)
+        oldest.arrive()
+        wait_until(lambda copy=oldest: not copy.alive())
     loop.join(10)
+    assert not loop.is_alive()
+    transfers.copies[-1].arrive()
     step(host)
     assert host.num_ahead > 0 and host.num_redone == 0
     for values in parameters.values():
         torch.testing.assert_close(values, torch.full((128,), -0.1), rtol=1e-4, atol=0)
     host.close()
-
-
-# --- with a whole run -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

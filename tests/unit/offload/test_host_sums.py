@@ -108,22 +108,13 @@ def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> 
     host.close()
 
 
-def test_the_loop_waits_while_more_than_two_units_keep_the_device_s_memory() -> None:
-    transfers = FarBehind()
-    host = make_sums(transfers)
-    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=first) for first in (True, False)])
-    loop.start()
-    for number in range(4):
-        fetched = min(4, number + MAX_UNITS_WAITING + 1)
-        wait_until(lambda fetched=fetched: len(transfers.copies) == fetched)
-        transfers.copies[number].is_made.set()
-    loop.join(60)
-    assert not loop.is_alive()
-    host.close()
+def test_copies_begin_when_the_device_is_ready_and_the_loop_waits_for_all_but_two(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy that waits for the device could fill the driver's queue, and the loop's next launch would wait with it.
 
-
-def test_the_thread_begins_a_copy_when_the_device_has_computed_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that waits for the device could fill the driver's queue, and the loop's next launch would wait with it."""
+    Units whose copies are not done keep the device's memory.
+    """
     transfers, begun = FarBehind(), list[tuple[str, bool]]()
 
     def begin(self: Made, *, urgent: bool) -> bool:
@@ -132,14 +123,18 @@ def test_the_thread_begins_a_copy_when_the_device_has_computed_the_gradient(monk
 
     monkeypatch.setattr(Made, "begin", begin)
     host = make_sums(transfers)
-    submit(host, 1.0, first=True, last=True)
-    wait_until(lambda: transfers.copies[0].looks > 1)
-    assert len(transfers.copies) == len(UNITS) and not begun
-    for number, copy in enumerate(transfers.copies):
-        copy.is_made.set()
+    loop = threading.Thread(target=lambda: [submit(host, 1.0, first=one, last=not one) for one in (True, False)])
+    loop.start()
+    for number in range(4):
+        fetched = min(4, number + MAX_UNITS_WAITING + 1)
+        wait_until(lambda fetched=fetched: len(transfers.copies) == fetched)
+        wait_until(lambda number=number: transfers.copies[number].looks > 1)
+        assert len(transfers.copies) == fetched and len(begun) == number
+        transfers.copies[number].is_made.set()
         wait_until(lambda number=number: len(begun) == number + 1)
-    assert set(begun) == {("gptpar-gradient-sums", True)}
-    assert sums_of(host).squares() == pytest.approx({piece.unit: 100.0 for piece in UNITS})
+    loop.join(60)
+    assert not loop.is_alive() and set(begun) == {("gptpar-gradient-sums", True)}
+    assert sums_of(host).squares() == pytest.approx({piece.unit: 400.0 for piece in UNITS})
     host.close()
 
 

@@ -1,7 +1,7 @@
 """Runs whose weights are to follow the plain formula of their optimizer."""
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from gptpar.cli.check_layouts import MODELS, SMALL, case_config
 from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.training import CaseRun
+from gptpar.optim.muon import MUON, coefficients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import case
@@ -93,22 +94,12 @@ def muon() -> Update:
 
 
 def _of_each_matrix(name: str, update: Tensor) -> Tensor:
-    """The update of a block's weight, whose logical matrices are orthogonalized one by one."""
+    """The update of a block's weight, whose logical matrices are orthogonalized one by one, as torch's Muon does."""
+    muon = replace(MUON, iterations=coefficients("simple", 5))
     if "qkv" not in name:
         matrices = update.view(-1, *update.shape[-2:])
-        return torch.stack([_orthogonal(matrix) for matrix in matrices]).view_as(update)
+        return torch.stack([muon.orthogonalize(matrix[None])[0] for matrix in matrices]).view_as(update)
     groups = update.view(-1, (QUERIES + 2) * HEAD, update.shape[1])
     kinds = groups.split([QUERIES * HEAD, HEAD, HEAD], dim=1)
-    done = [_orthogonal(kind.reshape(-1, update.shape[1])).view_as(kind) for kind in kinds]
+    done = [muon.orthogonalize(kind.reshape(1, -1, update.shape[1])).view_as(kind) for kind in kinds]
     return torch.cat(done, 1).view_as(update)
-
-
-def _orthogonal(x: Tensor) -> Tensor:
-    """As torch.optim.Muon has it, without its cast to bf16, and with the scale of AdamW's learning rates."""
-    (rows, columns), (a, b, c) = x.shape, (3.4445, -4.7750, 2.0315)
-    x = x.T if rows > columns else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return 0.2 * math.sqrt(max(rows, columns)) * (x.T if rows > columns else x)

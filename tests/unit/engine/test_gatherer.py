@@ -45,36 +45,31 @@ def trained(flags: str) -> tuple[list[int], list[dict[str, torch.Tensor]]]:
     return came, weights
 
 
-def bytes_in_use(room: str) -> Iterator[int]:
-    """What a device's memory says, each time it is asked."""
-    if room == "for all":
-        return itertools.repeat(0)
-    if room == "for none":
-        return itertools.count()
-    return itertools.cycle([0, 0, 1])
+@pytest.mark.parametrize(
+    "flags",
+    ["", pytest.param("--untie-embeddings-and-output-weights --recompute-granularity full", marks=pytest.mark.slow)],
+)
+def test_what_stays_comes_once_a_micro_batch(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as there is room; the weights after each step are those of parameters that never leave, bit for bit.
 
-
-@pytest.mark.parametrize("flags", ["", "--untie-embeddings-and-output-weights --recompute-granularity full"])
-@pytest.mark.parametrize("room", ["for all", "for none", "for some"])
-def test_what_stays_comes_once_a_micro_batch(room: str, flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers = bytes_in_use(room)
-    monkeypatch.setattr(ParameterMemory, "in_use", lambda self: next(numbers))
+    A forward pass brings all units, a backward pass all but the last layer's. Where that one is the first layer, too,
+    the final norm is prefetched before it at the end of the step. Where it is not, no backward pass brings the
+    embedding for itself.
+    """
     offload = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6 --cpu-parameters"
-    came, weights = trained(f"{flags} {offload}")
     _, plain = trained(flags)
-    for one, other in zip(weights, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-    # A forward pass brings all units, a backward pass all but the last layer's. Where that one is the first layer, too,
-    # the final norm is prefetched before it at the end of the step. Where it is not, no backward pass brings the
-    # embedding for itself.
+    came = {}
+    rooms = {"for all": itertools.repeat(0), "for none": itertools.count(), "for some": itertools.cycle([0, 0, 1])}
+    for room, bytes_in_use in rooms.items():
+        monkeypatch.setattr(ParameterMemory, "in_use", lambda self, numbers=bytes_in_use: next(numbers))
+        came[room], weights = trained(f"{flags} {offload}")
+        for one, other in zip(weights, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
     tied = not flags
     forward, backward = UNITS + (not tied), UNITS - 1
-    if room == "for all":
-        assert came == [forward + count * backward + (tied or count - 1) for count in STEPS]
-    elif room == "for none":
-        assert came == [count * (forward + backward) + tied for count in STEPS]
-    else:
-        assert forward + 3 * backward + tied < came[0] < 3 * (forward + backward) + tied
+    assert came["for all"] == [forward + count * backward + (tied or count - 1) for count in STEPS]
+    assert came["for none"] == [count * (forward + backward) + tied for count in STEPS]
+    assert forward + 3 * backward + tied < came["for some"][0] < 3 * (forward + backward) + tied
 
 
 def test_layers_ahead_are_brought_before_a_large_one_and_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

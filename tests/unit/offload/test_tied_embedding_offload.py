@@ -21,7 +21,7 @@ from tests.unit.offload.counting import Counting, Seen
 from tests.unit.offload.host_optimizers import wait_until
 from tests.unit.offload.tiny_runs import ALL, OFFLOAD, Run, assert_same, run_of
 
-STEPS = 8
+STEPS = 6
 ROWS, WIDTH = 64, 32
 SOMETIMES, NEVER, ALWAYS = "--clip-grad 0.9", "--clip-grad 1000", "--clip-grad 0.0001"
 Train = Callable[..., tuple[Run, Seen]]

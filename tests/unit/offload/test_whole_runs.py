@@ -17,10 +17,10 @@ from gptpar.optim.adamw import ADAMW
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, assert_same_state, batches, config_words, run_of, train
 
-STEPS = 12
+STEPS = 8
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
 EIGHT = ROUNDED.replace("bf16", "fp8")
-OVERFLOWS = "--fp16 --initial-loss-scale 1e7 --hysteresis 1"
+OVERFLOWS = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
 
 
 @pytest.mark.parametrize(

@@ -22,33 +22,11 @@ from gptpar.optim.rounded_states import (
     second_in_8_bits,
     second_of_8_bits,
 )
-from tests.unit.optim.cpu_adam_runs import with_isa
-from tests.unit.optim.update_cases import STEPS, cases, kept, same, update
+from tests.unit.optim.update_cases import STEPS, cases, same
 
 FP32 = torch.float32
-FORMATS = [one for one in itertools.product((FP32, BF16, FP8), repeat=2) if one != (FP32, FP32)]
 CODES = torch.arange(256, dtype=FP8)
 DRAWS = torch.arange(1 << 16, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
-@pytest.mark.parametrize("isa", [0, 1, 2])
-def test_every_instruction_set_computes_the_definition(
-    isas: list[int], isa: int, formats: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """All bit patterns, edges and the usual; in place and beside, at every alignment of a vector's end."""
-    if isa not in isas:
-        pytest.skip("not this processor's")
-    for (p, m, v, g), step, apart in itertools.product(cases(), (1, 999_999), (False, True)):
-        how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
-        old = [p, *kept(m, v, formats)]
-        wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
-        update(wanted, g, how.numbers, low=low, key=how.key)
-        ours, narrow = [t.clone() for t in old], torch.empty_like(low)
-        into = [torch.empty_like(t) for t in old] if apart else None
-        with_isa(isa, 2).steps(ours, g, [(0, len(p), how)], into=into, low=narrow)
-        for name, one, true in zip(("p", "m", "v", "low"), [*(into or ours), narrow], [*wanted, low], strict=True):
-            assert same(one, true), (name, step, apart)
 
 
 def test_the_weights_follow_the_moments_before_rounding() -> None:

@@ -1,6 +1,5 @@
 """Parameters whose memory is not row-major, that have no dims, or no elements: where each value is, and stays."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement, Split
 from gptpar.topology.tensor_parts import TensorParts
-from tests.flat_parts import parts_of_flat, whole_tensors
+from tests.flat_parts import whole_tensors
 
 LAST = torch.channels_last
 
@@ -89,19 +88,6 @@ def test_ranges_bring_every_value_back(shards: int, ratio: float) -> None:
     assert all(bool((count == 1).all()) for count in times.values())
     assert all(torch.equal(view, -given[name]) for name, view in views.items())
     assert not any(memory[unit.name][start:stop].any() for unit in units for start, stop in unit.padding)
-
-
-def test_any_range_of_any_order_is_boxes() -> None:
-    """Every cut of a share of a tensor, at every order of its dims."""
-    full, low = torch.arange(5 * 3 * 4).view(5, 3, 4), (2, 0, 1)
-    local = full[2:4, :, 1:4]
-    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-        flat = local.permute(order).reshape(-1)
-        for start, stop in product(range(len(flat) + 1), repeat=2):
-            if start <= stop:
-                parts = parts_of_flat(full.shape, local.shape, low, start, stop, flat[start:stop], order)
-                assert sum(part.numel() for _, part in parts.parts) == stop - start
-                assert all(torch.equal(full[box_of(offsets, part)], part) for offsets, part in parts.parts)
 
 
 def test_a_split_of_a_convolution_knows_its_place() -> None:

@@ -1,6 +1,5 @@
 """An update on the CPU that counts what it is asked for."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +21,13 @@ class Seen:
 
 
 class Counting(CpuAdam):
-    """Notes of how many elements it was told to do what; with a gate, waits for leave each time."""
+    """Notes of how many elements it was told to do what."""
 
     seen = Seen()
-    gate: threading.Semaphore | None = None
 
     def order(
         self, state: Sequence[torch.Tensor], *args: Any, only: np.ndarray | None = None, **kwargs: Any
     ) -> Callable[[], Done]:
-        assert self.gate is None or self.gate.acquire(timeout=10)
         p = state[0]
         seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done

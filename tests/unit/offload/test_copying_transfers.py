@@ -19,7 +19,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import OffloadedPartition
 from tests.helpers import make_trainer, tiny_config
 from tests.unit.offload.host_optimizers import RATES, WHOLE, Point, make_host, step, wait_until
-from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same, run_of
+from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same_state, run_of
 
 UNITS = tuple(OffloadedPartition(name, 128, *WHOLE) for name in ("first", "second", "third", "fourth"))
 
@@ -91,24 +91,39 @@ def test_the_loop_waits_for_the_oldest_copies_above_the_bound_without_the_thread
     host.close()
 
 
+FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
+
+
 @pytest.mark.parametrize(
-    ("words", "ratio", "speculation"),
+    ("words", "ratio", "speculation", "count", "share"),
     [
-        ("--bf16", "1", "on"),
-        pytest.param("--bf16", "0.731", "off", marks=pytest.mark.slow),
-        pytest.param("--fp64", "1", "off", marks=pytest.mark.slow),
-        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", "0.731", "on", marks=pytest.mark.slow),
+        ("--bf16", "1", "on", 1, "1"),
+        pytest.param("--bf16", "0.731", "off", 1, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "1", "off", 1, "1", marks=pytest.mark.slow),
+        pytest.param(FP16, "0.731", "on", 1, "1", marks=pytest.mark.slow),
+        ("--bf16", "1", "on", 4, "0.5"),
+        pytest.param("--bf16", "0.731", "off", 4, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "1", "off", 4, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "0.731", "on", 4, "0.3", marks=pytest.mark.slow),
+        pytest.param(FP16, "1", "on", 4, "1", marks=pytest.mark.slow),
+        pytest.param(FP16, "0.731", "off", 4, "0.5", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_that_leave_change_no_bit(
-    words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+    words: str, ratio: str, speculation: str, count: int, share: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some steps are clipped, and in fp16 some skipped; buckets cut units."""
+    """Nor do sums over micro-batches on the host, in every pair of values; but their norm is summed in another order.
+
+    Some steps are clipped where the norm is the same, and in fp16 some skipped; buckets cut units.
+    """
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
-    words = f"{words} --clip-grad 0.9 {OFFLOAD} {ratio} --offload-speculation {speculation} --offload-gradients"
-    stay, leave = (run_of(f"{words} {word}", steps=8, count=1) for word in ("off", "on"))
-    assert stay.clips_some(0.9) and stay.skips_some() == ("fp16" in words)
-    assert_same(leave, stay)
+    clip = 0.9 if count == 1 else 0
+    words = f"{words} --clip-grad {clip} {OFFLOAD} {ratio} --offload-speculation {speculation} --offload-gradients"
+    stay, leave = (run_of(f"{words} {word}", 7, count) for word in ("off", f"on --offload-gradients-ratio {share}"))
+    assert stay.skips_some() == ("fp16" in words) and (not clip or stay.clips_some(clip))
+    assert (leave.losses, leave.skipped) == (stay.losses, stay.skipped)
+    assert leave.norms == pytest.approx(stay.norms, rel=1e-15 if "fp64" in words else 1e-7, nan_ok=True)
+    assert_same_state(leave, stay)
 
 
 def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:

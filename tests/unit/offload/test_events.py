@@ -88,13 +88,16 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
     return seen, host
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
 def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out."""
+    """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out.
+
+    Every other time one of the embedding's buckets has no room for speculation.
+    """
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 110)  # three a unit, which runs and open ranges cut anywhere
     monkeypatch.setattr(SharedState, "note_expectation", lambda *_: None)  # never backs off
     log = EventLog()
-    (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3, seed, log)
+    (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3 - seed % 2, seed, log)
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert [host.steps_of(unit) for unit in UNITS] == [plain.steps_of(unit) for unit in UNITS]
     assert plain.num_redone == plain.num_ahead == 0 and host.num_redone > 0 and host.num_ahead > 0

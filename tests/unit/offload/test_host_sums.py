@@ -5,7 +5,6 @@ import threading
 import pytest
 import torch
 
-from gptpar.offload import buckets
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.host_sums import LAYERS_AHEAD, HostSums
@@ -14,7 +13,7 @@ from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.pairs import every_pair
 from tests.unit.offload.host_optimizers import RATES, FarBehind, Made, Point, make_host, step, wait_until
-from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same_state, run_of
+from tests.unit.offload.tiny_runs import ALL, run_of
 
 UNITS = tuple(OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 100),)) for name in ("first", "second"))
 
@@ -32,34 +31,6 @@ def test_a_sum_by_the_kernel_is_torch_s(dtype: torch.dtype, wide: torch.dtype, l
     assert torch.equal(total, wanted)
     order_sum(old, old, addend, 2)()
     assert torch.equal(old, wanted)
-
-
-FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
-
-
-@pytest.mark.parametrize(
-    ("words", "ratio", "speculation", "share"),  # every pair of values
-    [
-        ("--bf16", "1", "on", "0.5"),
-        pytest.param("--bf16", "0.731", "off", "1", marks=pytest.mark.slow),
-        pytest.param("--fp64", "1", "off", "1", marks=pytest.mark.slow),
-        pytest.param("--fp64", "0.731", "on", "0.3", marks=pytest.mark.slow),
-        pytest.param(FP16, "1", "on", "1", marks=pytest.mark.slow),
-        pytest.param(FP16, "0.731", "off", "0.5", marks=pytest.mark.slow),
-    ],
-)
-def test_sums_on_the_host_change_no_bit(
-    words: str, ratio: str, speculation: str, share: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In fp16 some steps are skipped; buckets cut units. Only the norm is summed in another order."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
-    words = f"{words} --clip-grad 0 {OFFLOAD} {ratio} --offload-speculation {speculation} --offload-gradients"
-    on = f"on --offload-gradients-ratio {share}"
-    stay, leave = (run_of(f"{words} {word}", steps=5, count=4) for word in ("off", on))
-    assert stay.skips_some() == ("fp16" in words)
-    assert (leave.losses, leave.skipped) == (stay.losses, stay.skipped)
-    assert leave.norms == pytest.approx(stay.norms, rel=1e-15 if "fp64" in words else 1e-7, nan_ok=True)
-    assert_same_state(leave, stay)
 
 
 @pytest.mark.slow

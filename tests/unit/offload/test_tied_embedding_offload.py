@@ -1,6 +1,5 @@
 """The tied embedding's gradient is offered before the lookup's part of it is there: the same bits, with less to do."""
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -8,12 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gptpar.offload import buckets, build, machine
+from gptpar.offload import buckets, machine
 from gptpar.offload.events import What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.shared_state import SharedState
 from gptpar.run import gpt
-from gptpar.run.trainer import Trainer
 from gptpar.tensor_parallel import cross_entropy
 from tests.helpers import make_trainer, tiny_config
 from tests.offload_log import logged, starts_of
@@ -28,47 +26,38 @@ Train = Callable[..., tuple[Run, Seen]]
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
-    """Trains with early rows or without; ``patient``: the backward pass goes on when they have been tried."""
+def early_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Iterator[Train]:
+    """Trains without early rows and with them, which leaves the same bits; returns what the latter run is and does."""
     offer, threads = HostOptimizer.submit_gradient, torch.get_num_threads()
     torch.set_num_threads(1)  # the model is tiny, and threads that look for work would hold up the updating one
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
+    monkeypatch.setattr(SharedState, "note_expectation", lambda *_: None)  # it tries again after a clipped step
 
     def patient(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
+        """The backward pass goes on when the early rows have been tried."""
         offer(host, unit, grad, formed=formed)
         if formed is not None and not host.shared.backs_off:
             assert host.shared.log is not None
             mine = {event.start for event in host.shared.log.of(What.PREPARED, unit=unit) if event.stop <= formed}
             wait_until(lambda: mine <= starts_of(host.shared.log, What.SPECULATION_BEGUN, unit))
 
-    def train(words: str, early: bool, *, is_patient: bool = True, **options: Any) -> tuple[Run, Seen]:
+    def train(words: str, **options: Any) -> tuple[Run, Seen]:
+        words = f"--cpu-optimizer-threads 1 {words} --offload-speculation"
+        Counting.seen = Seen()
+        with monkeypatch.context() as patch:
+            patch.setattr(gpt, "tied_unit", lambda *_: None)
+            plain, without = run_of(f"{words} off", STEPS, **options), Counting.seen
+        seen = Counting.seen = Seen()
         with monkeypatch.context() as patch, logged():
-            seen = Counting.seen = Seen()
-            patch.setattr(machine, "make_host_kernel", lambda _, threads: Counting(threads))
-            patch.setattr(SharedState, "note_expectation", lambda *_: None)  # it tries again after a clipped step
-            if not early:
-                patch.setattr(gpt, "tied_unit", lambda *_: None)
-            elif is_patient:
-                patch.setattr(HostOptimizer, "submit_gradient", patient)
-            return run_of(f"--cpu-optimizer-threads 1 {words}", STEPS, **options), seen
+            patch.setattr(HostOptimizer, "submit_gradient", patient)
+            early = run_of(f"{words} on", STEPS, **options)
+        assert_same(early, plain)
+        if early.redone == 0:
+            assert sum(seen.elements) + sum(seen.completed) == sum(without.elements)  # nothing is done twice
+        return early, seen
 
     yield train
     torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def early_changes_no_bit(run: Train) -> Train:
-    """Trains without early rows and with them, which leaves the same bits; returns what the latter does."""
-
-    def train(words: str, *, speculation: tuple[str, str] = ("off", "on"), **options: Any) -> tuple[Run, Seen]:
-        without, with_rows = (f"{words} --offload-speculation {word}" for word in speculation)
-        plain, seen_plain = run(without, False, **options)
-        early, seen = run(with_rows, True, **options)
-        assert_same(early, plain)
-        if early.redone == 0:
-            assert sum(seen.elements) + sum(seen.completed) == sum(seen_plain.elements)  # nothing is done twice
-        return early, seen
-
-    return train
 
 
 def in_pieces_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,26 +108,6 @@ def test_an_embedding_that_is_partly_on_the_device(
 
 
 @pytest.mark.slow
-def test_room_for_a_part_of_it(early_changes_no_bit: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room is given from the last layer on: here it ends within the embedding; the rest is as it was."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
-    monkeypatch.setattr(build, "_speculated_elements", lambda config, size, *_: size.elements - 1000)
-
-    def look(trainer: Trainer) -> None:
-        assert trainer.host is not None
-        assert trainer.host.shared.log is not None
-        prepared = {event.start for event in trainer.host.shared.log.of(What.PREPARED, unit="embedding")}
-        buckets_of_it = [first for unit, first, _ in trainer.host.parts("weights") if unit == "embedding"]
-        kept = [first in prepared for first in buckets_of_it]
-        assert kept == sorted(kept) and not all(kept)
-        looked.append(any(kept))
-
-    looked = list[bool]()
-    _, seen = early_changes_no_bit(f"--bf16 {SOMETIMES} {ALL}", speculation=("auto", "auto"), look=look)
-    assert looked == [False, True] and seen.completed
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "count", "rows"),
     [
@@ -161,30 +130,6 @@ def test_only_rows_that_are_looked_up_are_done_again(
 def test_steps_that_are_skipped(early_changes_no_bit: Train) -> None:
     early, _ = early_changes_no_bit(f"--fp16 --initial-loss-scale 1e7 --hysteresis 1 {ALL}")
     assert early.skips_some()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_thread_that_is_too_slow(run: Train, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the complete gradient comes it has done one of the embedding's seven buckets, and perhaps begun another."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 333)
-    words = f"--bf16 {NEVER} {ALL} --offload-speculation"
-    (plain, _), offer = run(f"{words} off", False, count=count), HostOptimizer.submit_gradient
-
-    def held_up(host: HostOptimizer, unit: str, grad: torch.Tensor, *, formed: int | None = None) -> None:
-        if formed is not None:
-            monkeypatch.setattr(Counting, "gate", threading.Semaphore(1))
-        offer(host, unit, grad, formed=formed)
-        if formed is not None:
-            wait_until(lambda: bool(starts_of(host.shared.log, What.SPECULATION_BEGUN, unit)))
-        elif unit == "embedding":
-            assert Counting.gate is not None
-            Counting.gate.release(1000)
-
-    monkeypatch.setattr(HostOptimizer, "submit_gradient", held_up)
-    early, seen = run(f"{words} on", True, count=count, is_patient=False)
-    assert_same(early, plain)
-    assert STEPS <= len(seen.completed) <= 2 * STEPS and early.redone == 0
 
 
 def test_it_is_as_it_was_where_it_would_not_be_right() -> None:

@@ -95,16 +95,9 @@ class Run:
         return any(self.skipped) and not all(self.skipped)
 
 
-def run_of(
-    words: str,
-    steps: int,
-    count: int = 2,
-    tokens: Callable[[int], torch.Tensor] = any_tokens,
-    look: Callable[[Trainer], None] = lambda trainer: None,
-) -> Run:
-    """A whole run; ``look`` is called before its first step."""
+def run_of(words: str, steps: int, count: int = 2, tokens: Callable[[int], torch.Tensor] = any_tokens) -> Run:
+    """A whole run."""
     trainer = make_trainer(tiny_config(config_words(f"--micro-batch-size {4 // count} {words}")))
-    look(trainer)
     seen = train(trainer, 0, steps, count, tokens)
     trainer.engine.finish()
     state, host = state_of(trainer), trainer.host

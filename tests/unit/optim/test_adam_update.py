@@ -95,10 +95,3 @@ def test_a_power_is_within_its_roundings() -> None:
             assert power(base, step) == pytest.approx(base**step, rel=step * 1e-15, abs=1e-300)
         assert power(base, 1000) == pytest.approx(float(Fraction(base) ** 1000), rel=1e-12)
     assert power(0.9, 0) == 1.0 and power(0.9, 1) == 0.9 and power(0.9, 2) == 0.9 * 0.9
-
-
-def test_a_skipped_step_changes_nothing_although_the_gradient_is_not_finite() -> None:
-    state, grad = [torch.ones(5), torch.zeros(5), torch.zeros(5)], torch.full((5,), math.nan)
-    low = torch.full((5,), 7.0, dtype=torch.bfloat16)
-    update(state, grad, step_numbers(HOW, 1, 1.0), low=low, skipped=torch.tensor(1.0))
-    assert [t.tolist() for t in state] == [[1.0] * 5, [0.0] * 5, [0.0] * 5] and low.tolist() == [1.0] * 5

@@ -70,12 +70,6 @@ def test_the_rule_is_that_of_its_definition(sigma: float, window: int) -> None:
     assert any(wanted) or window == 128
 
 
-def test_what_is_not_finite_does_not_enter_the_window() -> None:
-    rule = SkipStep(3.0, 4, CPU)
-    judged(rule, [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (1.5, 2.0)])
-    assert rule.window() == {"losses": [1.0, 1.5], "norms": [1.0, 2.0]}
-
-
 @pytest.mark.parametrize("cut", [1, 20])
 def test_a_resumed_window_decides_as_the_uninterrupted_one(cut: int) -> None:
     steps = history(5)

@@ -1,4 +1,4 @@
-"""Whole runs with an offloaded partition: the same bits at every ratio, overflows, speculation, memory, and saves."""
+"""Whole runs with an offloaded partition: the same bits at every ratio, overflows, speculation, and memory."""
 
 import math
 import shutil
@@ -6,9 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
 from gptpar.offload import build, machine
 from gptpar.offload.buckets import StateSize
@@ -16,7 +14,7 @@ from gptpar.offload.gpu_transfers import RING_BYTES
 from gptpar.optim.adamw import ADAMW
 from tests.flat_parts import whole_tensors
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, assert_same_state, batches, config_words, run_of, train
+from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, assert_same_state, batches, config_words, run_of
 
 STEPS = 8
 ROUNDED = "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
@@ -98,22 +96,3 @@ def test_a_disk_that_does_not_suffice_is_told_before_anything_is_written(
     told = rf"^{names.asker}: this machine's processes need 1.12 GiB in {tmp_path} and 1.00 MiB are free: lower "
     with pytest.raises(GptparError, match=f"{told}{names.ratio} 0.5, "):
         build._speculated_elements(offload, StateSize(10**8, ADAMW.state_bytes(4)), names=names)
-
-
-def test_a_save_finds_the_state_of_one_home_at_a_time() -> None:
-    """The device's at its begin, and the host's later, where the views that it has taken show it."""
-    trainer = make_trainer(tiny_config(config_words(f"{OFFLOAD} 0.3")))
-    train(trainer, 0, 2)
-    optimizer = trainer.engine.optimizer
-    shown = {
-        kind: [(unit, at, torch.full_like(values, 7)) for unit, at, values in views]
-        for kind, views in optimizer.host_views().items()
-    }
-    both, device, host = map(optimizer.state_tensors, (None, Home.DEVICE, shown))
-    for kind in optimizer.vectors:
-        held = [sum(one.num_held for one in found[kind].values()) for found in (both, device, host)]
-        assert held == [28032, 19622, 8410]  # 8410 = 0.3 x 28032
-        assert both[kind].keys() == device[kind].keys() | host[kind].keys()
-        assert {part.max().item() for one in host[kind].values() for _, part in one.parts} == {7}
-        assert max(part.max().item() for one in device[kind].values() for _, part in one.parts) < 7
-    trainer.close()

@@ -21,16 +21,8 @@ LR = 3e-4
 Rates = Iterator[float]
 
 
-def log_share(i: int, n: int) -> float:
-    return math.log(i + 1) / math.log(n)
-
-
-def linear_share(i: int, n: int) -> float:
-    return i / n
-
-
 def warmed(i: int, kind: str, n: int) -> float:
-    return {"log": log_share, "linear": linear_share}[kind](i, n)
+    return math.log(i + 1) / math.log(n) if kind == "log" else i / n
 
 
 def stepped(value: Callable[[int], float], before: float) -> Rates:

@@ -186,15 +186,15 @@ def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
-def test_gradients_may_have_strides(ratio: float, closing: Any) -> None:
+def test_gradients_may_have_strides(ratio: float) -> None:
     weights = [nn.Parameter(torch.ones(64, dtype=torch.float64)) for _ in range(2)]
-    ours = closing(TwinFlowAdamW(weights[:1], lr=0.1, offload_ratio=ratio))
     theirs = torch.optim.AdamW(weights[1:], lr=0.1)
     column = torch.arange(192, dtype=torch.float64).view(64, 3)[:, 1]
-    for grad in (column, column[:1].expand(64)):
-        for weight, optimizer in zip(weights, (ours, theirs), strict=True):
-            weight.grad = grad
-            optimizer.step()
+    with TwinFlowAdamW(weights[:1], lr=0.1, offload_ratio=ratio) as ours:
+        for grad in (column, column[:1].expand(64)):
+            for weight, optimizer in zip(weights, (ours, theirs), strict=True):
+                weight.grad = grad
+                optimizer.step()
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-12, atol=1e-12)
 
 

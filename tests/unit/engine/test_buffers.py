@@ -40,15 +40,11 @@ class Scaled(nn.Module):
         return self.weight * self.frequencies.to(x.dtype) * x
 
 
-class Outer(nn.Module):
+class Outer(nn.Sequential):
     """A module whose buffers are inside another one."""
 
     def __init__(self, width: int):
-        super().__init__()
-        self.inner = Scaled(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
+        super().__init__(Scaled(width))
 
 
 def make_engine(pipeline: PipelineModule) -> Engine:
@@ -65,8 +61,8 @@ def test_buffers_get_memory_and_values_from_the_engine() -> None:
     assert engine.table.buffers == {
         "first.frequencies": BufferInfo(torch.Size([4]), torch.float64),
         "first.calls": BufferInfo(torch.Size([]), torch.int64),
-        "second.inner.frequencies": BufferInfo(torch.Size([4]), torch.float64),
-        "second.inner.calls": BufferInfo(torch.Size([]), torch.int64),
+        "second.0.frequencies": BufferInfo(torch.Size([4]), torch.float64),
+        "second.0.calls": BufferInfo(torch.Size([]), torch.int64),
     }
     for parts in engine.optimizer.parts("weights").values():
         parts.fill(torch.full((4,), 2.0))
@@ -78,7 +74,7 @@ def test_buffers_get_memory_and_values_from_the_engine() -> None:
     assert [int(value) for name, value in stage.named_buffers() if name.endswith("calls")] == [1, 1]
     assert sorted(name for name in stage.state_dict() if "weight" not in name) == [
         "layers.0.calls",
-        "layers.1.inner.calls",
+        "layers.1.0.calls",
     ]
 
 

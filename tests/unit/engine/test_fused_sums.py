@@ -3,21 +3,21 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from unittest import mock
 
 import pytest
 import torch
 
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
-from gptpar.data.loader import MicroBatch
 from gptpar.engine import fused_sums
 from gptpar.engine.collector import GradientCollector
 from gptpar.errors import ConfigError
 from gptpar.model.block import MLP, Block
 from gptpar.run.trainer import Trainer
 from gptpar.tensor_parallel.layers import SplitLinear
-from gptpar.tensor_parallel.products import add_product
-from tests.helpers import TINY, make_trainer, random_tokens, tiny_config
+from tests.helpers import TINY, make_trainer, tiny_config
+from tests.unit.engine.tiny_steps import forward_backward, update, weights_of
 
 FUSED = "--gradient-accumulation-fusion"
 LLAMA = "--swiglu --position-embedding-type rope --normalization RMSNorm --disable-bias-linear --num-query-groups 2"
@@ -39,17 +39,14 @@ def trained(flags: str, steps: Sequence[tuple[int, int]] = STEPS, backend: str =
             layer.compile(backend=backend)
     found, sums = [], trainer.engine.gradients.memory
     for number, (count, length) in enumerate(steps):
-        parts = random_tokens(2 * count, length, 60, seed=number).split(2)
-        loss = trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], number)
+        loss = forward_backward(trainer, number, count, length)
         views = [sums.views_of(unit) for unit in trainer.engine.table.units if unit in sums.undivided]
         scale = trainer.loss_scale.value
         gradients = {f"gradient of {name}": view / scale for one in views for name, view in one.items()}
-        trainer.update(loss, iteration=number + 1, samples=2 * count, progress=2 * number + 2, stop=False)
-        trainer.engine.finish()
+        update(trainer, loss, number, count)
+        found.append(gradients | weights_of(trainer))
         adds = FUSED in flags and count > 1
         assert all((linear.gradient_sum is not None) == adds for linear in linears_of(trainer))
-        weights = trainer.engine.optimizer.state_tensors()["weights"].items()
-        found.append(gradients | {name: torch.cat([part.flatten() for _, part in one.parts]) for name, one in weights})
     trainer.close()
     return found
 
@@ -84,33 +81,17 @@ def test_every_gradient_and_weight_is_that_of_gradients_added_afterwards(flags: 
     assert_same(trained(f"{flags} {FUSED}"), trained(flags), 1e-12)
 
 
-@pytest.mark.parametrize("flags", ["--fp32", "--bf16", "--fp16 --loss-scale 1024"])
-def test_sums_are_nearer_to_the_exact_ones(flags: str) -> None:
+def test_sums_are_nearer_to_the_exact_ones() -> None:
     """The products of 16-bit factors are not rounded before they are added."""
-    flags = flags.replace("--fp32", "")
-    exact, plain, fused = (trained(more, STEPS[:1])[0] for more in ("--fp64", flags, f"{flags} {FUSED}"))
-    off = [
-        sum(
-            float((one[n] - exact[n]).norm() / exact[n].norm())
-            for n in exact
-            if n.endswith(("qkv.weight", "up.weight"))
+    (exact,) = trained("--fp64", STEPS[:1])
+    names = [name for name in exact if name.endswith(("qkv.weight", "up.weight"))]
+    for flags, most in (("", 1.5), ("--bf16", 1.0), ("--fp16 --loss-scale 1024", 1.0)):
+        (plain,), (fused,) = (trained(more, STEPS[:1]) for more in (flags, f"{flags} {FUSED}"))
+        off_plain, off_fused = (
+            sum(float((one[name] - exact[name]).norm() / exact[name].norm()) for name in names)
+            for one in (plain, fused)
         )
-        for one in (fused, plain)
-    ]
-    assert off[0] < (1.5 if not flags else 1.0) * off[1] < 0.5
-
-
-@pytest.mark.parametrize("shape", [(8, 16, 8), (3, 5, 7), (64, 1, 2), (5, 0, 4)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_a_product_is_added_in_the_sums_precision(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    rows, inner, columns = shape
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((inner, rows), (inner, columns)))
-    wide = torch.promote_types(dtype, torch.float32)
-    total = torch.randn(rows, columns, generator=generator).to(wide)
-    expected = total.double() + a.t().double() @ b.double()
-    add_product(total, a.t(), b)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-5 if wide == torch.float32 else 1e-13, atol=1e-6)
+        assert off_fused < most * off_plain < 0.5
 
 
 AGAIN = "--recompute-granularity selective --recompute-modules mlp_act"
@@ -125,39 +106,43 @@ PLACED = [
 ]
 
 
-def assert_places_change_no_bit(flags: str, steps: Sequence[tuple[int, int]], patch: pytest.MonkeyPatch) -> list[bool]:
-    """Returns, for each gradient that was formed, whether it was in its place."""
-    expected, place_of, placed = trained(flags, steps), GradientCollector.place_of, list[bool]()
+@pytest.fixture
+def placed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each gradient that is formed: whether it is in its place."""
+    place_of, found = GradientCollector.place_of, list[bool]()
 
     def noted(self: GradientCollector, name: str) -> torch.Tensor | None:
         place = place_of(self, name)
-        placed.append(place is not None)
+        found.append(place is not None)
         return place
 
-    patch.setattr(GradientCollector, "place_of", noted)
-    patch.setattr(fused_sums, "MIN_ELEMENTS", 0)
-    for one, other in zip(trained(flags, steps), expected, strict=True):
-        assert one.keys() == other.keys()
-        for name, value in other.items():
-            assert torch.equal(one[name], value), name
-    return placed
+    monkeypatch.setattr(GradientCollector, "place_of", noted)
+    return found
+
+
+def assert_places_change_no_bit(flags: str, steps: Sequence[tuple[int, int]]) -> None:
+    expected = trained(flags, steps)
+    with mock.patch.object(fused_sums, "MIN_ELEMENTS", 0):
+        assert_same(trained(flags, steps), expected, 0.0)
 
 
 @pytest.mark.parametrize("flags, steps", PLACED)
 def test_a_gradient_that_is_formed_in_its_place_has_the_same_bits(
-    flags: str, steps: Sequence[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    flags: str, steps: Sequence[tuple[int, int]], placed: list[bool]
 ) -> None:
     """In fp32 and fp64, a sum over several micro-batches begins with such a gradient; the others are added."""
-    placed = assert_places_change_no_bit(flags, steps, monkeypatch)
+    assert_places_change_no_bit(flags, steps)
     passes = sum(count for count, _ in steps) if "16" in flags else len(steps)
     assert placed.count(True) == passes * 2  # of each block the weight that follows the activation function
 
 
-def test_of_two_gradients_in_a_pass_one_is_formed_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_gradients_in_a_pass_one_is_formed_in_its_place(
+    placed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a weight that is used twice: autograd adds up both, and the collector copies the sum."""
     once = MLP.forward
     monkeypatch.setattr(MLP, "forward", lambda self, x_ND: once(self, x_ND) + once(self, x_ND * 2))
-    placed = assert_places_change_no_bit(f"--bf16 --global-batch-size 2 {AGAIN}", ONE, monkeypatch)
+    assert_places_change_no_bit(f"--bf16 --global-batch-size 2 {AGAIN}", ONE)
     assert placed.count(False) == 2 * len(ONE)  # a weight of two blocks
 
 
@@ -181,8 +166,7 @@ def test_a_compiled_block_computes_the_same_and_recompiles_for_no_micro_batch() 
 def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
     """A layer, its scalar, the scalar's hook, and from there the layer again: autograd hides a part of this cycle."""
     trainer = make_trainer(tiny_config(f"--global-batch-size 4 {flags} {FUSED}"))
-    parts = random_tokens(4, 16, 60).split(2)
-    trainer.forward_backward([MicroBatch(one[:, :-1], one[:, 1:]) for one in parts], 0)
+    forward_backward(trainer, 0, 2)
     trainer.close()
     sums, layer = weakref.ref(trainer.engine.gradients.memory), weakref.ref(linears_of(trainer)[0])
     del trainer
@@ -195,7 +179,6 @@ def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
     [
         ("--global-batch-size 2", 1, "a step of 2 samples is one micro-batch of each process, so that there is no sum"),
         ("", 2, "a step of 4 samples is one micro-batch of each process, so that there is no sum"),
-        ("--global-batch-size 8 --zero-stage 2", 2, "--zero-stage 2 sums each micro-batch's gradient over processes"),
         ("--global-batch-size 8 --zero-stage 3", 2, "--zero-stage 3 sums each micro-batch's gradient over processes"),
         (
             "--global-batch-size 8 --cpu-optimizer --offload-gradients on",

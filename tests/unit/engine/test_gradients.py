@@ -20,6 +20,21 @@ from gptpar.engine.units import Unit
 from gptpar.topology.mesh import COPIES, Mesh
 from tests.unit.engine.small_units import infos
 
+THREE = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
+
+
+@pytest.fixture
+def reduced(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What has been given to all-reduces, which do nothing."""
+    pieces: list[torch.Tensor] = []
+
+    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
+        pieces.append(piece)
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
+    return pieces
+
 
 def two_processes(zero_stage: int = 0) -> DataAxes:
     groups: dict[tuple[str, ...], Any] = {COPIES: object()}
@@ -35,62 +50,52 @@ def make_gradients(
     ahead: bool = False,
     subscriber: Any = None,
     reduce_dtype: torch.dtype = torch.float32,
-    **order: bool,
-) -> GradientCollector:
+) -> tuple[GradientCollector, dict[str, torch.nn.Parameter]]:
+    """The units' gradients, and the parameters that they are of, all of them 1."""
     table = ParameterTable(units, axis.place, ratio=ratio)
     memory = GradientMemory(table, axis, torch.float32, torch.device("cpu"), ahead=ahead)
     sums = GradientReducer(memory, reduce_dtype, subscriber, GraphBreaks())
-    return GradientCollector([[unit.name for unit in units]], sums, lambda unit, _: done(unit), **order)
+    gradients = GradientCollector([[unit.name for unit in units]], sums, lambda unit, _: done(unit))
+    params = {name: param for unit in units for name, param in unit.params.items()}
+    parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in params.items()}
+    gradients.watch(parameters)
+    return gradients, parameters
 
 
-def test_units_are_reduced_in_one_order_whatever_autograd_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def backward(gradients: GradientCollector, *losses: torch.Tensor, last: bool) -> None:
+    """A micro-batch's backward passes, and with the last one the end of the reductions."""
+    gradients.begin_backward(0, last=last)
+    for loss in losses:
+        loss.backward()
+    gradients.end_backward()
+    if last:
+        gradients.reducer.finish()
+
+
+def test_units_are_reduced_in_one_order_whatever_autograd_does(reduced: list[torch.Tensor]) -> None:
     """Collectives match by their order alone: it must not depend on which gradient came first, or came at all."""
-    started: list[int] = []
-    done: list[str] = []
-
-    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
-        started.append(int(piece.storage_offset()))
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
-    axis = two_processes()
     for arrivals in ("cba", "abc", "bca", "b"):
-        parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
-        units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
-        total = make_gradients(units, axis, done=done.append)
+        done: list[str] = []
+        total, parameters = make_gradients(THREE, two_processes(), done=done.append)
         total.memory.shard.fill_(7.0)  # of an earlier step
-        total.watch(parameters)
         total.begin(2)
-        total.begin_backward(0, last=False)
-        (2 * parameters["b"] + parameters["b"]).sum().backward()  # used twice, in an earlier micro-batch
-        total.end_backward()
-        assert started == []
+        backward(total, (2 * parameters["b"] + parameters["b"]).sum(), last=False)  # used twice
+        assert reduced == []
         done.clear()
-        total.begin_backward(0, last=True)
-        for name in arrivals:
-            parameters[name].sum().backward()
-        total.end_backward()
-        total.reducer.finish()
-        assert started == [128, 64, 0] and done == ["unit c", "unit b", "unit a"]
+        backward(total, *(parameters[name].sum() for name in arrivals), last=True)
+        assert [int(piece.storage_offset()) for piece in reduced] == [128, 64, 0]
+        assert done == ["unit c", "unit b", "unit a"]
         assert all(parameter.grad is None for parameter in parameters.values())
-        started.clear()
-        done.clear()
+        reduced.clear()
         expected = {f"unit {n}": [(3.0 if n == "b" else 0.0) + (n in arrivals)] for n in "abc"}
         assert {name: view.unique().tolist() for name, view in total.memory.shards.items()} == expected
 
 
-def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("reduced")
+def test_units_that_are_read_late_hold_back_no_others() -> None:
     """At first the late unit's successors wait for it; when processes have agreed, they go before it."""
-
-    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
-    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
-    units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 1) for name in "abc"]
     done: list[str] = []
-    total = make_gradients(units, two_processes(), done=done.append)
-    total.watch(parameters)
+    total, parameters = make_gradients(THREE, two_processes(), done=done.append)
     seen = []
     for agrees in (False, False, True):
         if agrees:
@@ -112,27 +117,13 @@ def test_units_that_are_read_late_hold_back_no_others(monkeypatch: pytest.Monkey
     assert third == [[], [], ["unit a"], ["unit a", "unit c", "unit b"]]
 
 
-def test_gradients_travel_in_the_reductions_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_travel_in_the_reductions_dtype(reduced: list[torch.Tensor]) -> None:
     """They are rounded once, after this process's sum, and the result is as wide as sums are."""
-    sent: list[torch.dtype] = []
-
-    def all_reduce(piece: torch.Tensor, group: object, async_op: bool) -> SimpleNamespace:
-        sent.append(piece.dtype)
-        return SimpleNamespace(wait=lambda: None)
-
-    monkeypatch.setattr(reducer.dist, "all_reduce", all_reduce)
-    axis = two_processes()
-    unit = Unit.of("unit", infos({"a": (8, 8)}), 1)
-    total = make_gradients([unit], axis, reduce_dtype=torch.bfloat16)
-    parameter = torch.nn.Parameter(torch.ones(8, 8))
-    total.watch({"a": parameter})
+    total, parameters = make_gradients(THREE[:1], two_processes(), reduce_dtype=torch.bfloat16)
     total.begin(2)
-    for micro_batch, factor in enumerate((1.0, 2.0**-9)):
-        total.begin_backward(0, last=micro_batch == 1)
-        (factor * parameter).sum().backward()
-        total.end_backward()
-    total.reducer.finish()
-    assert sent == [torch.bfloat16]
+    for factor in (1.0, 2.0**-9):
+        backward(total, (factor * parameters["a"]).sum(), last=factor != 1.0)
+    assert [piece.dtype for piece in reduced] == [torch.bfloat16]
     assert total.memory.shard.dtype == torch.float32
     assert total.memory.shard.unique().tolist() == [1.0]  # 1 + 2^-9 is a quarter of the distance to the next bf16
 
@@ -156,25 +147,22 @@ def test_reductions_of_a_dropped_step_are_waited_for_and_not_added(
 
     monkeypatch.setattr(reducer.dist, "all_reduce", begin)
     monkeypatch.setattr(reducer, "reduce_scatter_single", reduce_scatter)
-    parameters = {name: torch.nn.Parameter(torch.ones(8, 8)) for name in "abc"}
     units = [Unit.of(f"unit {name}", infos({name: (8, 8)}), 2 if zero_stage else 1) for name in "abc"]
-    total = make_gradients(units, two_processes(zero_stage))
-    total.watch(parameters)
+    total, parameters = make_gradients(units, two_processes(zero_stage))
 
-    def backward(factor: float, *, last: bool) -> None:
-        total.begin_backward(0, last=last)
-        sum((factor * parameter).sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
-        total.end_backward()
+    def loss(factor: float) -> torch.Tensor:
+        return torch.stack([(factor * parameter).sum() for parameter in parameters.values()]).sum()
 
     for dropped_in_last in (False, True):
         total.begin(2)
-        backward(8.0, last=dropped_in_last)
+        total.begin_backward(0, last=dropped_in_last)
+        loss(8.0).backward()
+        total.end_backward()
         assert under_way or zero_stage < 2 and not dropped_in_last
         total.begin(2)
         assert not under_way
-        backward(1.0, last=False)
-        backward(2.0, last=True)
-        total.reducer.finish()
+        backward(total, loss(1.0), last=False)
+        backward(total, loss(2.0), last=True)
         assert not under_way and total.memory.shard.unique().tolist() == [3.0]
 
 
@@ -184,14 +172,9 @@ def test_padding_of_memory_that_is_taken_ahead_is_zero(monkeypatch: pytest.Monke
     assert unit.padding == ((15, 64), (164, 192)) and unit.length == 320
     submitted: list[torch.Tensor] = []
     subscriber = SimpleNamespace(submit_gradient=lambda _, grad: submitted.append(grad), sums=None)
-    total = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)
-    parameters = {name: torch.nn.Parameter(torch.ones(param.shape)) for name, param in unit.params.items()}
-    total.watch(parameters)
+    total, parameters = make_gradients([unit], DataAxes(), ratio=1.0, ahead=True, subscriber=subscriber)
     empty = torch.empty
     monkeypatch.setattr(gradient_memory.torch, "empty", lambda *size, **kind: empty(*size, **kind).fill_(math.nan))
     total.begin(1)
-    total.begin_backward(0, last=True)
-    sum(parameter.sum() for parameter in parameters.values()).backward()  # type: ignore[union-attr]
-    total.end_backward()
-    total.reducer.finish()
+    backward(total, *(parameter.sum() for parameter in parameters.values()), last=True)
     assert submitted[0].sum().item() == 15 + 100 + 128

@@ -88,9 +88,3 @@ def test_ranks_that_hold_whole_matrices_do_them_alone() -> None:
     for rank in range(2):
         for chunk in chunks(Mesh(data=2), 0, rank):
             assert (chunk.size, chunk.axes) == (1, ()) and not any(job.is_duplicated for job in chunk.jobs)
-
-
-def test_the_longest_come_first() -> None:
-    everyone = [0, 1, 2]
-    assert matrix_homes._homes([(1.0, everyone), (5.0, everyone), (3.0, everyone), (2.0, everyone)], 3) == [2, 0, 1, 2]
-    assert matrix_homes._homes([(1.0, [1]), (1.0, [1]), (1.0, [0, 1])], 2) == [1, 1, 0]

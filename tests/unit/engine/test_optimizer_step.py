@@ -5,52 +5,44 @@ import math
 import pytest
 import torch
 
-from gptpar.data.loader import MicroBatch
-from tests.helpers import make_trainer, random_tokens, tiny_config
+from gptpar.run.trainer import Trainer
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.engine.tiny_steps import forward_backward, update
 
 
-def step_once(trainer, poison: float = 0.0) -> list[float]:  # type: ignore[no-untyped-def]
-    tokens = random_tokens(2, 16, 60)
-    loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:])], 0)
+def step_once(trainer: Trainer, poison: float = 0.0) -> list[float]:
+    """Loss, norm, and whether the step is skipped, always with the same tokens."""
+    loss = forward_backward(trainer, 0, 1)
     if poison:
         trainer.engine.optimizer.grad[5] = poison
-    return trainer.update(loss, iteration=1, samples=2, progress=100, stop=False).readings.read()
+    return update(trainer, loss, 0, 1)[:3]
 
 
-@pytest.mark.parametrize(("flags", "poison"), [("", "inf"), ("", "nan"), ("--fp64", "inf"), ("--fp64", "nan")])
-def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: str) -> None:
+@pytest.mark.parametrize(("flags", "poison"), [("", math.inf), ("--fp64", math.nan)])
+def test_a_gradient_that_is_not_finite_changes_nothing(flags: str, poison: float) -> None:
     trainer = make_trainer(tiny_config(flags))
     step_once(trainer)
     optimizer = trainer.engine.optimizer
-    before = [b.clone() for b in list(optimizer.vectors.values())]
-    _, norm, skipped, _ = step_once(trainer, float(poison))
+    before = [vector.clone() for vector in optimizer.vectors.values()]
+    _, norm, skipped = step_once(trainer, poison)
     assert skipped == 1 and not math.isfinite(norm) and optimizer.steps_taken == 1
-    for was, now in zip(before, list(optimizer.vectors.values()), strict=True):
-        assert torch.equal(was, now)
+    assert all(torch.equal(was, now) for was, now in zip(before, optimizer.vectors.values(), strict=True))
     assert step_once(trainer)[2] == 0 and optimizer.steps_taken == 2
 
 
-@pytest.mark.parametrize("flags", ["--bf16", "--fp16 --loss-scale 1024"])
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16 --loss-scale 1024", "--fp16 --loss-scale 65536"])
 def test_sixteen_bit_weights_are_the_rounded_masters(flags: str) -> None:
-    trainer = make_trainer(tiny_config(flags))
-    norms = [step_once(trainer)[1] for _ in range(3)]
+    """A loss scale beyond fp16's range, which ends at 65,504, is no overflow: only gradients have to fit."""
+    exact, trainer = make_trainer(tiny_config()), make_trainer(tiny_config(flags))
+    found = [step_once(trainer)[1:] for _ in range(3)]
+    assert [norm for norm, _ in found] == pytest.approx([step_once(exact)[1] for _ in range(3)], rel=0.05)
+    assert not any(skipped for _, skipped in found)
     assert trainer.engine.optimizer.master.dtype == torch.float32
     masters, live = trainer.engine.optimizer.state_tensors()["weights"], trainer.engine.parameters.views()
     assert masters.keys() == live.keys() and {view.dtype for view in live.values()} != {torch.float32}
     for name, held in masters.items():
         ((_, master),) = held.parts
         assert torch.equal(live[name], master.to(live[name].dtype)), name
-    exact = make_trainer(tiny_config())
-    assert norms == pytest.approx([step_once(exact)[1] for _ in range(3)], rel=0.05)
-
-
-def test_a_loss_scale_beyond_fp16_is_no_overflow() -> None:
-    """Only gradients have to fit fp16's range, which ends at 65,504."""
-    exact = make_trainer(tiny_config())
-    norms = [step_once(exact)[1] for _ in range(2)]
-    trainer = make_trainer(tiny_config("--fp16 --loss-scale 65536"))
-    found = [step_once(trainer)[1:3] for _ in range(2)]
-    assert [norm for norm, _ in found] == pytest.approx(norms, rel=0.05) and not any(skipped for _, skipped in found)
 
 
 def test_only_sums_are_kept_in_fp32() -> None:

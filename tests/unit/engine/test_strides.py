@@ -1,6 +1,5 @@
 """Parameters whose memory is not row-major, that have no dims, or no elements: where each value is, and stays."""
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,8 @@ from gptpar.topology.initial_values import Constant
 from gptpar.topology.mesh import TENSOR, Mesh
 from gptpar.topology.placement import ParameterInfo, Placement, Split
 from gptpar.topology.tensor_parts import TensorParts
-from tests.flat_parts import parts_of_flat
+from tests.flat_parts import whole_tensors
 
-RATIOS = (0.0, 0.137, 0.5, 0.731, 1.0)
 LAST = torch.channels_last
 
 
@@ -64,49 +62,32 @@ def box_of(offsets: tuple[int, ...], part: torch.Tensor) -> tuple[slice, ...]:
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3, 7])
-def test_ranges_bring_every_value_back(shards: int) -> None:
+@pytest.mark.parametrize("ratio", [0.0, 0.137, 0.5, 0.731, 1.0])
+def test_ranges_bring_every_value_back(shards: int, ratio: float) -> None:
     """Each range's boxes have the global tensor's values; what is written through them arrives in the unit."""
-    given = values()
-    for ratio in RATIOS:
-        unit_memory = {unit.name: torch.zeros(unit.length) for unit in table_of(place(shards), ratio).units}
-        for unit in table_of(place(shards), ratio).units:
-            for name, view in unit.views(unit_memory[unit.name]).items():
-                if name in given:
-                    assert view.shape == given[name].shape and view.stride() == given[name].stride()
-                    view.copy_(given[name])
-        found = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
-        times = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
-        for shard in range(shards):
-            table = table_of(place(shards, shard), ratio)
-            for one in table.ranges():
-                here = unit_memory[one.unit].chunk(shards)[shard][one.start : one.stop]
-                whole = given[one.param]
-                parts = TensorParts(whole.shape, table.views(one, here), whole.dtype)
-                assert parts.num_held == one.length
-                for offsets, part in parts.parts:
-                    found[one.param][box_of(offsets, part)] = part
-                    times[one.param][box_of(offsets, part)] += 1
-                parts.fill(-whole)
-        assert all(torch.equal(found[name], tensor) for name, tensor in given.items()), ratio
-        assert all(bool((count == 1).all()) for count in times.values())
-        for unit in table_of(place(shards), ratio).units:
-            views = unit.views(unit_memory[unit.name])
-            assert all(torch.equal(view, -given[name]) for name, view in views.items() if name in given)
-            for start, stop in unit.padding:
-                assert not unit_memory[unit.name][start:stop].any()
-
-
-def test_any_range_of_any_order_is_boxes() -> None:
-    """Every cut of a share of a tensor, at every order of its dims."""
-    full, low = torch.arange(5 * 3 * 4).view(5, 3, 4), (2, 0, 1)
-    local = full[2:4, :, 1:4]
-    for order in ((0, 1, 2), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1), (2, 1, 0)):
-        flat = local.permute(order).reshape(-1)
-        for start, stop in product(range(len(flat) + 1), repeat=2):
-            if start <= stop:
-                parts = parts_of_flat(full.shape, local.shape, low, start, stop, flat[start:stop], order)
-                assert sum(part.numel() for _, part in parts.parts) == stop - start
-                assert all(torch.equal(full[box_of(offsets, part)], part) for offsets, part in parts.parts)
+    given, tables = values(), [table_of(place(shards, shard), ratio) for shard in range(shards)]
+    units = tables[0].units
+    memory = {unit.name: torch.zeros(unit.length) for unit in units}
+    views = {name: view for unit in units for name, view in unit.views(memory[unit.name]).items() if name in given}
+    for name, view in views.items():
+        assert view.shape == given[name].shape and view.stride() == given[name].stride()
+        view.copy_(given[name])
+    found = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+    times = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
+    for shard, table in enumerate(tables):
+        for one in table.ranges():
+            here = memory[one.unit].chunk(shards)[shard][one.start : one.stop]
+            whole = given[one.param]
+            parts = TensorParts(whole.shape, table.views(one, here), whole.dtype)
+            assert parts.num_held == one.length
+            for offsets, part in parts.parts:
+                found[one.param][box_of(offsets, part)] = part
+                times[one.param][box_of(offsets, part)] += 1
+            parts.fill(-whole)
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+    assert all(bool((count == 1).all()) for count in times.values())
+    assert all(torch.equal(view, -given[name]) for name, view in views.items())
+    assert not any(memory[unit.name][start:stop].any() for unit in units for start, stop in unit.padding)
 
 
 def test_a_split_of_a_convolution_knows_its_place() -> None:
@@ -140,16 +121,9 @@ def test_a_checkpoint_brings_every_value_back(tmp_path: Path) -> None:
     plain = {name: torch.zeros(tensor.shape) for name, tensor in given.items()}
     load_checkpoint(tmp_path, plain)
     load_checkpoint(tmp_path, loading)
-    for name, tensor in given.items():
-        assert torch.equal(plain[name], tensor)
-        assert torch.equal(whole(loading[name]), tensor)
-
-
-def whole(parts: TensorParts) -> torch.Tensor:
-    found = torch.zeros(parts.shape)
-    for offsets, part in parts.parts:
-        found[box_of(offsets, part)] = part
-    return found
+    loaded = whole_tensors(loading)
+    assert all(torch.equal(plain[name], tensor) for name, tensor in given.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in given.items())
 
 
 def test_memory_that_is_not_dense_is_refused() -> None:

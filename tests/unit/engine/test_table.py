@@ -1,6 +1,6 @@
 """The parameter table of every rank: ranges cover each element, once over all ranks, wherever it is cut."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -123,25 +123,32 @@ def tables_of(case: Case) -> list[ParameterTable]:
     return [case.table(place) for place in case.places()]
 
 
-@every_case
-def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> None:
+def every_table(model: str, tensor: int) -> Iterator[tuple[Case, ParameterTable]]:
     for case in cases(model, tensor):
         for table in tables_of(case):
-            for unit in table.units:
-                times = torch.zeros(unit.shard_length, dtype=torch.int64)
-                low = table.place.shard(unit) * unit.shard_length
-                for start, stop in unit.padding:
-                    times[max(0, start - low) : max(0, stop - low)] += 1
-                for one in table.ranges(unit=unit.name):
-                    assert 0 <= one.start < one.stop <= unit.shard_length and one.length == one.stop - one.start
-                    times[one.start : one.stop] += 1
-                assert bool((times == 1).all())
-                counts = torch.zeros_like(times)
-                for one in table.group_ranges(unit.name):
-                    counts[one.start : one.stop] += 1
-                    inside = [r for r in table.ranges(unit=unit.name) if r.between(one.start, one.stop)]
-                    assert {r.group for r in inside} == {one.group}
-                assert counts.max() <= 1
+            yield case, table
+
+
+def times_in(length: int, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """How many of the spans have each element."""
+    times = torch.zeros(length, dtype=torch.int64)
+    for start, stop in spans:
+        times[start:stop] += 1
+    return times
+
+
+@every_case
+def test_ranges_and_padding_cover_each_shard_once(model: str, tensor: int) -> None:
+    for _, table in every_table(model, tensor):
+        for unit in table.units:
+            length, low = unit.shard_length, table.place.shard(unit) * unit.shard_length
+            ranges, groups = list(table.ranges(unit=unit.name)), table.group_ranges(unit.name)
+            assert all(0 <= one.start < one.stop <= length and one.length == one.stop - one.start for one in ranges)
+            padding = [(max(0, start - low), max(0, stop - low)) for start, stop in unit.padding]
+            assert bool((times_in(length, [*((one.start, one.stop) for one in ranges), *padding]) == 1).all())
+            assert times_in(length, [(one.start, one.stop) for one in groups]).max() <= 1
+            for one in groups:
+                assert {r.group for r in ranges if r.between(one.start, one.stop)} == {one.group}
 
 
 @every_case
@@ -179,62 +186,47 @@ def times_of(case: Case) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
 
 @every_case
 def test_all_tensor_ranks_send_equal_messages_and_cut_alike(model: str, tensor: int) -> None:
+    """And the stages of a tied unit cut it alike, although the last one's other layers are smaller."""
     for case in cases(model, tensor):
-        for stage, data_rank in product(range(case.stages), range(case.data)):
-            places = (case.place(tensor=rank, data=data_rank, pipeline=stage) for rank in range(case.tensor))
-            tables = [case.table(place) for place in places]
-            for table in tables:
-                assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in tables[0].units]
-                assert table.on_device == tables[0].on_device
-                for unit in table.on_device:
-                    messages = table.messages(unit, TENSOR)
-                    assert messages == tables[0].messages(unit, TENSOR)
-                    summed = {
-                        r.param
-                        for r in table.ranges(unit=unit)
-                        if TENSOR in table.params[r.param].info.placement.gradient_sum
-                    }
-                    within = {
-                        r.param for r in table.ranges(unit=unit) for start, stop in messages if r.between(start, stop)
-                    }
-                    assert summed == within
-                    assert table.messages(unit, "pipeline") == []
+        tables = tables_of(case)
+        for table in tables:
+            other = next(one for one in tables if same_but(one, table, TENSOR))
+            assert [(u.name, u.length) for u in table.units] == [(u.name, u.length) for u in other.units]
+            assert table.on_device == other.on_device
+            for unit in table.on_device:
+                messages, ranges = table.messages(unit, TENSOR), list(table.ranges(unit=unit))
+                assert messages == other.messages(unit, TENSOR) and table.messages(unit, "pipeline") == []
+                placements = {one.param: table.params[one.param].info.placement for one in ranges}
+                summed = {name for name, placement in placements.items() if TENSOR in placement.gradient_sum}
+                assert summed == {one.param for one in ranges for low, high in messages if one.between(low, high)}
+            twin = next(one for one in tables if same_but(one, table, PIPELINE))
+            assert all(table.on_device[tied] == twin.on_device[tied] for tied in table.ties)
+
+
+def same_but(one: ParameterTable, other: ParameterTable, axis: str) -> bool:
+    """Whether two tables belong to processes that differ in the position on an axis alone, if at all."""
+    axes = {DATA, TENSOR, PIPELINE} - {axis}
+    return all(one.place.position(each) == other.place.position(each) for each in axes)
 
 
 @every_case
 def test_the_ratio_is_exact_to_the_element(model: str, tensor: int) -> None:
-    for case in cases(model, tensor):
-        for table in tables_of(case):
-            held = {home: sum(one.length for one in table.ranges(home=home)) for home in Home}
-            total = table.elements()
-            assert table.elements(Home.HOST) == round(case.ratio * total)
-            assert table.elements(Home.DEVICE) + table.elements(Home.HOST) == total
-            if all(param.longest == param.stop - param.start for param in table.params.values()):
-                assert (held[Home.DEVICE], held[Home.HOST]) == (table.elements(Home.DEVICE), table.elements(Home.HOST))
-            assert sum(held.values()) <= total
-            assert table.length() == table.length(Home.DEVICE) + table.length(Home.HOST)
-            assert table.length(Home.HOST) == sum(one.length for one in table.offloaded())
-            for units in (
-                [unit for unit in table.on_device if unit not in table.ties],
-                *([tied] for tied in table.ties),
-            ):
-                homes = [one.home for one in table.ranges() if one.unit in units]
-                assert homes == sorted(homes, key=lambda home: home is Home.HOST)  # the device has the first ones
-
-
-@pytest.mark.parametrize("tensor", [1, 2, 3])
-@pytest.mark.parametrize("ratio", [0.1, 0.3, 0.5, 0.7, 0.9])
-def test_stages_divide_a_tied_unit_at_the_same_element(tensor: int, ratio: float) -> None:
-    """The embedding comes first on the first stage and last on the last one, whose other layers are smaller."""
-    for data in (1, 2, 3):
-        case = Case("GPT-2", tensor, data, data > 1, 2, ratio)
-        found: dict[tuple[int, int], set[int]] = {}
-        for table in tables_of(case):
-            (tied,) = table.ties
-            place = (table.place.position(TENSOR), table.place.position(DATA))
-            found.setdefault(place, set()).add(table.on_device[tied])
-            assert table.elements(Home.HOST) == round(ratio * table.elements())
-        assert {len(lengths) for lengths in found.values()} == {1} and len(found) == tensor * data
+    for case, table in every_table(model, tensor):
+        held = {home: sum(one.length for one in table.ranges(home=home)) for home in Home}
+        total = table.elements()
+        assert table.elements(Home.HOST) == round(case.ratio * total)
+        assert table.elements(Home.DEVICE) + table.elements(Home.HOST) == total
+        if all(param.longest == param.stop - param.start for param in table.params.values()):
+            assert (held[Home.DEVICE], held[Home.HOST]) == (table.elements(Home.DEVICE), table.elements(Home.HOST))
+        assert sum(held.values()) <= total
+        assert table.length() == table.length(Home.DEVICE) + table.length(Home.HOST)
+        assert table.length(Home.HOST) == sum(one.length for one in table.offloaded())
+        for units in (
+            [unit for unit in table.on_device if unit not in table.ties],
+            *([tied] for tied in table.ties),
+        ):
+            homes = [one.home for one in table.ranges() if one.unit in units]
+            assert homes == sorted(homes, key=lambda home: home is Home.HOST)  # the device has the first ones
 
 
 def test_several_tied_units_are_divided_alike_whatever_else_a_stage_has() -> None:
@@ -259,21 +251,17 @@ def test_several_tied_units_are_divided_alike_whatever_else_a_stage_has() -> Non
 
 @every_case
 def test_what_the_host_updates_is_what_the_table_says(model: str, tensor: int) -> None:
-    for case in cases(model, tensor):
-        for table in tables_of(case):
-            offloaded = {one.unit: one for one in table.offloaded()}
-            for unit in table.on_device:
-                kept = table.on_device[unit]
-                mine = list(table.ranges(unit=unit, home=Home.HOST))
-                if unit not in offloaded:
-                    assert not mine
-                    continue
-                counts = torch.zeros(offloaded[unit].length, dtype=torch.bool)
-                for start, stop in offloaded[unit].counted:
-                    counts[start:stop] = True
-                groups = torch.full((offloaded[unit].length,), -1)
-                for one in offloaded[unit].group_ranges:
-                    groups[one.start : one.stop] = one.group
-                for one in mine:
-                    assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
-                    assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]
+    for _, table in every_table(model, tensor):
+        offloaded = {one.unit: one for one in table.offloaded()}
+        for unit, kept in table.on_device.items():
+            mine = list(table.ranges(unit=unit, home=Home.HOST))
+            if unit not in offloaded:
+                assert not mine
+                continue
+            counts = times_in(offloaded[unit].length, offloaded[unit].counted).bool()
+            groups = torch.full((offloaded[unit].length,), -1)
+            for one in offloaded[unit].group_ranges:
+                groups[one.start : one.stop] = one.group
+            for one in mine:
+                assert groups[one.start - kept : one.stop - kept].unique().tolist() == [one.group]
+                assert counts[one.start - kept : one.stop - kept].unique().tolist() == [one.counted]

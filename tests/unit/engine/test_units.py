@@ -4,8 +4,15 @@ import torch
 
 from gptpar.engine.units import Unit
 from gptpar.optim.group_ranges import ALIGNMENT
-from gptpar.topology.placement import Split
-from tests.unit.engine.small_units import SHAPES, infos
+from tests.unit.engine.small_units import infos
+
+SHAPES = {
+    "first.weight": (3, 5),
+    "first.bias": (2, 7),  # a bias stays without decay whatever its shape
+    "norm.weight": (5,),
+    "last.weight": (65,),
+    "last.matrix": (10, 10),
+}
 
 
 def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
@@ -18,16 +25,3 @@ def test_a_unit_is_aligned_and_ordered_by_kind() -> None:
     assert all(param.start % ALIGNMENT == 0 for param in unit.params.values())
     assert unit.views(torch.arange(512))["norm.weight"].tolist() == [256, 257, 258, 259, 260]
     assert unit.views(torch.arange(512))["last.matrix"].shape == (10, 10)
-
-
-def test_uneven_shares_reserve_the_longest() -> None:
-    """Every tensor rank's parameters begin at the same places: their collectives over the data axis stay alike."""
-    shapes = {"norm.weight": (5,), "tokens.weight": (12, 8), "head.weight": (3, 4)}
-    longest = {"tokens.weight": Split(0, 25, 0, 13)}
-    short = Unit.of("ends", infos(shapes, longest), 2)
-    long = Unit.of("ends", infos({**shapes, "tokens.weight": (13, 8)}, {"tokens.weight": Split(0, 25, 12, 13)}), 2)
-    assert list(short.params) == ["head.weight", "norm.weight", "tokens.weight"]
-    assert [(s.start, s.end) for s in short.params.values()] == [(s.start, s.end) for s in long.params.values()]
-    assert [u.params["tokens.weight"].stop for u in (short, long)] == [128 + 96, 128 + 104]
-    assert short.length == long.length == 256
-    assert [param.replicated for param in short.params.values()] == [True, True, False]

@@ -1,6 +1,5 @@
 """An update on the CPU that counts what it is asked for."""
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,26 +13,21 @@ from gptpar.optim.elementwise import Done
 
 @dataclass
 class Seen:
-    """What a run was, and what its host did: of how many elements, and of those that were open at first."""
+    """What the host did: of how many elements, and of those that were open at first."""
 
-    steps: list[list[float]] = field(default_factory=list)
-    state: dict[str, torch.Tensor] = field(default_factory=dict)
     elements: list[int] = field(default_factory=list)
     completed: list[int] = field(default_factory=list)
     half_done: set[int] = field(default_factory=set)
-    redone: int = 0
 
 
 class Counting(CpuAdam):
-    """Notes of how many elements it was told to do what; with a gate, waits for leave each time."""
+    """Notes of how many elements it was told to do what."""
 
     seen = Seen()
-    gate: threading.Semaphore | None = None
 
     def order(
         self, state: Sequence[torch.Tensor], *args: Any, only: np.ndarray | None = None, **kwargs: Any
     ) -> Callable[[], Done]:
-        assert self.gate is None or self.gate.acquire(timeout=10)
         p = state[0]
         seen, count = self.seen, p.numel() if only is None else int((only[:, 1] - only[:, 0]).sum())
         completes = only is not None and p.data_ptr() in seen.half_done

@@ -4,6 +4,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
@@ -45,12 +47,24 @@ def make_host(
     )
 
 
+def submit_ones(host: HostOptimizer, *units: str) -> None:
+    for unit in units:
+        host.submit_gradient(unit, torch.ones(128))
+
+
+def step(host: HostOptimizer, norm: float = 0.5) -> None:
+    """Request a step and wait for its end."""
+    host.step(torch.tensor(norm), RATES, 1.0)
+    host.finish()
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     """For at most a minute."""
     for _ in range(6000):
         if condition():
             return
         time.sleep(0.01)
+    raise AssertionError("what is waited for has not happened within a minute")
 
 
 class Point(threading.Event):
@@ -78,17 +92,11 @@ class SlowNorm(SameMemory):
         self.computed = threading.Event()
 
     def read_scalar(self, number: torch.Tensor) -> PendingScalar:
-        transfers = self
+        def value() -> float:
+            assert self.computed.wait(10)
+            return number.item()
 
-        class Coming:
-            def known(self) -> bool:
-                return transfers.computed.is_set()
-
-            def value(self) -> float:
-                assert transfers.computed.wait(10)
-                return number.item()
-
-        return Coming()
+        return cast(PendingScalar, SimpleNamespace(known=self.computed.is_set, value=value))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Offloaded buckets between their states: replaced gradients, parameters before a step, steps after a clipped one."""
+"""Offloaded buckets between their states: parameters before a step, steps after a clipped one."""
 
 import threading
 
@@ -6,43 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from gptpar.offload.bucket_state import BucketState
 from gptpar.offload.events import EventLog, What
 from gptpar.optim.cpu_adam import CpuAdam
 from tests.offload_log import starts_of
-from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, SlowNorm, make_host, wait_until
-
-S, W = BucketState, What
-
-
-@pytest.mark.parametrize("speculated", [False, True])
-def test_a_final_gradient_that_is_replaced_closes_no_ranges(speculated: bool) -> None:
-    """The open ranges were those of the partial gradient before the first final one."""
-    log, transfers, live = EventLog(), SlowNorm(), torch.zeros(128)
-    host = make_host(
-        CpuAdam(1),
-        speculated=128,
-        pieces=TWO_PIECES[:1],
-        transfers=transfers,
-        log=log,
-        parameters={"first": live},
-        partial_unit="first",
-    )
-    if speculated:
-        host.expect_step(RATES, 1.0)
-    host.expect_open_ranges("first", np.array([[0, 8]]))
-    host.submit_gradient("first", torch.ones(128), formed=128)
-    if speculated:
-        wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
-        assert starts_of(log, What.SPECULATION_BEGUN)
-    host.submit_gradient("first", torch.ones(128))
-    host.submit_gradient("first", -torch.ones(128))
-    transfers.computed.set()
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
-    torch.testing.assert_close(live, torch.full((128,), 0.1), rtol=1e-5, atol=0)
-    assert host.num_redone == speculated and host.steps_taken == 1
-    host.close()
+from tests.unit.offload.host_optimizers import RATES, TWO_PIECES, make_host, step, submit_ones, wait_until
 
 
 @pytest.mark.parametrize("kind", ["final", "replaced", "partial"])
@@ -66,15 +33,13 @@ def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None
     for _ in range(2):
         host.keep_last_step()
         assert not live.any()
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
+    step(host)
     torch.testing.assert_close(live, torch.full((128,), 0.1 if kind == "replaced" else -0.1), rtol=1e-5, atol=0)
     assert len(log.of(What.TAKEN_BACK)) == 1 and (host.num_redone, host.num_ahead, host.steps_taken) == (0, 0, 1)
     host.expect_step(RATES, 1.0)
-    host.submit_gradient("first", torch.ones(128))
+    submit_ones(host, "first")
     wait_until(lambda: len(log.of(What.SPECULATION_BEGUN)) == 2)
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
+    step(host)
     assert (host.num_redone, host.num_ahead, host.steps_taken) == (0, 128, 2)
     host.close()
 
@@ -85,13 +50,12 @@ def test_a_step_after_a_clipped_one_does_not_speculate() -> None:
     host = make_host(CpuAdam(1), speculated=128, pieces=TWO_PIECES[:1], log=log)
     norms = {0: 2.0, 3: 2.0, 4: 2.0, 5: 2.0, 8: float("nan"), 10: 2.0, 11: float("nan")}
     speculated = []
-    for step in range(14):
+    for number in range(14):
         host.expect_step(RATES, 1.0)
-        host.submit_gradient("first", torch.ones(128))
+        submit_ones(host, "first")
         before = len(speculated)
         wait_until(lambda before=before: host.shared.backs_off or len(log.of(What.SPECULATION_BEGUN)) > before)
-        speculated += [step] * (len(log.of(What.SPECULATION_BEGUN)) - before)
-        host.step(torch.tensor(norms.get(step, 0.5)), RATES, 1.0)
-        host.finish()
+        speculated += [number] * (len(log.of(What.SPECULATION_BEGUN)) - before)
+        step(host, norms.get(number, 0.5))
     assert speculated == [0, 2, 3, 7, 8, 9, 10, 13] and host.num_redone == 3
     host.close()

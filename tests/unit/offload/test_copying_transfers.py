@@ -3,48 +3,54 @@
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import pytest
 import torch
 
-from gptpar.data.loader import MicroBatch
 from gptpar.engine.gradient_memory import GradientMemory
 from gptpar.engine.units import Unit
 from gptpar.offload import buckets, copying_transfers
-from gptpar.offload.copying_transfers import CopiesUnderWay, CopyingSameMemory, GradientCopy
+from gptpar.offload.copying_transfers import CopyingSameMemory
+from gptpar.offload.events import EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.transfers import DeviceEvent
 from gptpar.optim.cpu_adam import CpuAdam
-from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from gptpar.run.trainer import Trainer
-from tests.helpers import make_trainer, random_tokens, tiny_config
-from tests.unit.offload.host_optimizers import RATES, WHOLE, Point, make_host, wait_until
-from tests.unit.offload.tiny_runs import ALL
+from tests.helpers import make_trainer, tiny_config
+from tests.unit.offload.host_optimizers import RATES, WHOLE, Point, make_host, step, wait_until
+from tests.unit.offload.tiny_runs import ALL, OFFLOAD, assert_same_state, run_of
 
 UNITS = tuple(OffloadedPartition(name, 128, *WHOLE) for name in ("first", "second", "third", "fourth"))
 
 
+@dataclass
+class SlowCopy:
+    """A copy that is there when the test says so: of a gradient that is made at once."""
+
+    grad: torch.Tensor
+    alive: Callable[[], bool]
+    values: torch.Tensor
+    there: Point = field(default_factory=Point)
+
+    def arrive(self) -> None:
+        self.values.copy_(self.grad)
+        self.there.set()
+
+
 class SlowCopies(CopyingSameMemory):
-    """Gradients are made at once; each copy is there when the test says so."""
+    """Its copies are slow."""
 
     def __init__(self, max_bytes: int):
         super().__init__(max_bytes)
-        self.copies: list[tuple[torch.Tensor, torch.Tensor, Point]] = []
+        self.copies: list[SlowCopy] = []
 
     def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:
-        made, there = Point(), Point()
+        made = Point()
         made.set()
         values.fill_(float("nan"))
-        self.copies.append((grad, values, there))
-        return made, there
-
-    def let_arrive(self, number: int) -> None:
-        grad, values, there = self.copies[number]
-        values.copy_(grad)
-        self.copies[number] = (torch.empty(0), values, there)
-        there.set()
+        self.copies.append(SlowCopy(grad.clone(), storage_alive(grad), values))
+        return made, self.copies[-1].there
 
 
 def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
@@ -53,65 +59,11 @@ def storage_alive(tensor: torch.Tensor) -> Callable[[], bool]:
     return lambda: reference() is not None
 
 
-# --- one copy, and several ------------------------------------------------------------------------------------------
-
-
-def test_a_copy_keeps_the_gradient_until_it_is_there_and_its_values_for_good() -> None:
-    there, made = Point(), Point()
-    grad, values = torch.ones(4), torch.zeros(4)
-    copy, alive = GradientCopy(grad, values, made, there), storage_alive(grad)
-    del grad
-    assert not copy.made() and not copy.arrived() and alive() and copy.begin(urgent=False)
-    made.set()
-    copy.release()
-    assert copy.made() and not copy.arrived() and alive()
-    values.fill_(1.0)
-    there.set()
-    assert copy.arrived() and not alive()
-    copy.release()  # a speculation is done with it, and may turn out wrong
-    assert torch.equal(copy.tensor(), torch.ones(4)) and copy.tensor() is values
-
-
-def test_only_what_is_above_the_bound_is_waited_for() -> None:
-    under_way = CopiesUnderWay(max_bytes=2 * 16)
-    signals = [Point() for _ in range(4)]
-    kept = []
-    for signal in signals[:2]:
-        grad = torch.ones(4)
-        kept.append(storage_alive(grad))
-        under_way.add(GradientCopy(grad, torch.zeros(4), Point(), signal))
-        del grad
-        under_way.hold_back()  # returns
-    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Point(), signals[2]))
-    loop = threading.Thread(target=under_way.hold_back)
-    loop.start()
-    assert signals[0].asked.wait(10) and not signals[1].asked.is_set()
-    assert kept[0]() and kept[1]()
-    signals[0].set()
-    loop.join(10)
-    assert not loop.is_alive() and not signals[1].asked.is_set() and not kept[0]() and kept[1]()
-    for signal in signals[1:]:
-        signal.set()
-    under_way.add(GradientCopy(torch.ones(4), torch.zeros(4), Point(), signals[3]))
-    under_way.hold_back()
-    assert not kept[1]() and not signals[1].asked.is_set()  # what has arrived is forgotten without waiting
-
-
-# --- with the host optimizer ----------------------------------------------------------------------------------------
-
-
-def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
-    """None of four units may wait on the device; the updating thread goes on with what is there meanwhile."""
-    transfers = SlowCopies(max_bytes=0)
-    begun = threading.Event()
-
-    class Noting(CpuAdam):
-        def order(self, *args: Any, **kwargs: Any) -> Callable[[], Done]:
-            begun.set()
-            return super().order(*args, **kwargs)
-
+def test_the_loop_waits_for_the_oldest_copies_above_the_bound_without_the_thread_s_lock() -> None:
+    """The device keeps a gradient until its copy is there; the updating thread goes on with what is there meanwhile."""
+    transfers, log = SlowCopies(max_bytes=512), EventLog()  # of one unit
     parameters = {piece.unit: torch.zeros(128) for piece in UNITS}
-    host = make_host(Noting(1), speculated=512, pieces=UNITS, transfers=transfers, parameters=parameters)
+    host = make_host(CpuAdam(1), speculated=512, pieces=UNITS, transfers=transfers, parameters=parameters, log=log)
     host.expect_step(RATES, 1.0)
 
     def submit() -> None:
@@ -120,68 +72,58 @@ def test_the_loop_waits_for_the_oldest_copy_without_the_thread_s_lock() -> None:
 
     loop = threading.Thread(target=submit)
     loop.start()
-    for number in range(len(UNITS)):
-        wait_until(lambda number=number: len(transfers.copies) > number)
-        assert transfers.copies[number][2].asked.wait(10) and loop.is_alive()
-        assert number == 0 or begun.wait(10)  # the thread has had the lock since the first one's arrival
-        transfers.let_arrive(number)
+    for number in range(3):
+        wait_until(lambda number=number: len(transfers.copies) > number + 1)
+        oldest, newest = transfers.copies[number:]
+        assert oldest.there.asked.wait(10) and loop.is_alive() and len(transfers.copies) == number + 2
+        assert oldest.alive() and newest.alive()
+        if number:  # the thread has had the lock since the first one's arrival
+            wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
+        oldest.arrive()
+        wait_until(lambda copy=oldest: not copy.alive())
     loop.join(10)
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
+    assert not loop.is_alive()
+    transfers.copies[-1].arrive()
+    step(host)
     assert host.num_ahead > 0 and host.num_redone == 0
     for values in parameters.values():
         torch.testing.assert_close(values, torch.full((128,), -0.1), rtol=1e-4, atol=0)
     host.close()
 
 
-# --- with a whole run -----------------------------------------------------------------------------------------------
-
-
-def train(
-    flags: str, steps: int = 10, micro_batches: int = 1
-) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
-    """(loss, norm, skipped) of each step, and the final weights and moments by name."""
-    trainer = make_trainer(tiny_config(flags))
-    seen = []
-    for step in range(steps):
-        trainer.expect_step(2.0 * step)
-        samples = [random_tokens(2, 16, 60, seed=step + 100 * number) for number in range(micro_batches)]
-        loss = trainer.forward_backward([MicroBatch(tokens[:, :-1], tokens[:, 1:]) for tokens in samples], step)
-        launched = trainer.update(loss, iteration=step + 1, samples=2, progress=2.0 * step, stop=False)
-        seen.append(launched.readings.read()[:3])
-        if trainer.loss_scale.dynamic:
-            trainer.loss_scale.update(bool(seen[-1][2]))
-    state = {
-        f"{kind} {name} {number}": part.clone()
-        for kind, held in trainer.engine.optimizer.state_tensors().items()
-        for name, parts in held.items()
-        for number, (_, part) in enumerate(parts.parts)
-    }
-    trainer.close()
-    return seen, state, trainer
+FP16 = "--fp16 --initial-loss-scale 1e6 --hysteresis 1"
 
 
 @pytest.mark.parametrize(
-    ("words", "ratio", "speculation"),
+    ("words", "ratio", "speculation", "count", "share"),
     [
-        ("--bf16", "1", "on"),
-        pytest.param("--bf16", "0.731", "off", marks=pytest.mark.slow),
-        pytest.param("--fp64", "1", "off", marks=pytest.mark.slow),
-        pytest.param("--fp16 --initial-loss-scale 1e6 --hysteresis 1", "0.731", "on", marks=pytest.mark.slow),
+        ("--bf16", "1", "on", 1, "1"),
+        pytest.param("--bf16", "0.731", "off", 1, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "1", "off", 1, "1", marks=pytest.mark.slow),
+        pytest.param(FP16, "0.731", "on", 1, "1", marks=pytest.mark.slow),
+        ("--bf16", "1", "on", 4, "0.5"),
+        pytest.param("--bf16", "0.731", "off", 4, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "1", "off", 4, "1", marks=pytest.mark.slow),
+        pytest.param("--fp64", "0.731", "on", 4, "0.3", marks=pytest.mark.slow),
+        pytest.param(FP16, "1", "on", 4, "1", marks=pytest.mark.slow),
+        pytest.param(FP16, "0.731", "off", 4, "0.5", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_that_leave_change_no_bit(
-    words: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
+    words: str, ratio: str, speculation: str, count: int, share: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some steps are clipped, and in fp16 some skipped; buckets cut units."""
+    """Nor do sums over micro-batches on the host, in every pair of values; but their norm is summed in another order.
+
+    Some steps are clipped where the norm is the same, and in fp16 some skipped; buckets cut units.
+    """
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 3333)
-    words = f"{words} --clip-grad 1.2 --cpu-optimizer --cpu-optimizer-ratio {ratio} --offload-speculation {speculation}"
-    stay, leave = train(f"{words} --offload-gradients off"), train(f"{words} --offload-gradients on")
-    norms = [norm for _, norm, _ in stay[0]]
-    assert any(norm > 1.2 for norm in norms) and any(norm < 1.2 for norm in norms)
-    assert any(skipped for *_, skipped in stay[0]) == ("fp16" in words)
-    assert str(stay[0]) == str(leave[0]) and stay[1].keys() == leave[1].keys()
-    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+    clip = 0.9 if count == 1 else 0
+    words = f"{words} --clip-grad {clip} {OFFLOAD} {ratio} --offload-speculation {speculation} --offload-gradients"
+    stay, leave = (run_of(f"{words} {word}", 7, count) for word in ("off", f"on --offload-gradients-ratio {share}"))
+    assert stay.skips_some() == ("fp16" in words) and (not clip or stay.clips_some(clip))
+    assert (leave.losses, leave.skipped) == (stay.losses, stay.skipped)
+    assert leave.norms == pytest.approx(stay.norms, rel=1e-15 if "fp64" in words else 1e-7, nan_ok=True)
+    assert_same_state(leave, stay)
 
 
 def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,15 +146,15 @@ def test_no_gradient_outlives_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(GradientMemory, "sum_of", making)
     monkeypatch.setattr(HostOptimizer, "submit_gradient", submitting)
-    _, _, trainer = train(f"--bf16 {ALL} --offload-gradients on", steps=2)
-    units = len(trainer.engine.table.units)
+    words = f"--bf16 {ALL} --offload-gradients on"
+    units = len(run_of(words, steps=2, count=1).trainer.engine.table.units)
     assert counts == [1] * (2 * units) and len(sums) == 2 * units
     assert not any(alive() for alive in sums)
     sums.clear()
     counts.clear()
     with monkeypatch.context() as patch:  # what this test would see if they stayed
         patch.setattr(copying_transfers.GradientCopy, "arrived", lambda copy: False)
-        train(f"--bf16 {ALL} --offload-gradients on", steps=1)
+        run_of(words, steps=1, count=1)
     assert max(counts) > 1
 
 

@@ -15,7 +15,7 @@ from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.offload_log import starts_of
 from tests.unit.offload.counting import Counting, Seen
-from tests.unit.offload.host_optimizers import RATES, WHOLE, FarBehind, make_host, wait_until
+from tests.unit.offload.host_optimizers import RATES, WHOLE, FarBehind, make_host, step, submit_ones, wait_until
 
 
 def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_offers_that_the_host_makes_long_before_the_device(monkeypatch: pytest.M
     host.expect_step(RATES, 1.0)
     host.expect_open_ranges("embedding", np.array([[32, 64]]))
     host.submit_gradient("embedding", torch.ones(256), formed=256)
-    host.submit_gradient("layer", torch.ones(128))
+    submit_ones(host, "layer")
     host.submit_gradient("embedding", final)
     host.step(torch.tensor(0.5), RATES, 1.0)
     first, layer, second = (copy.is_made for copy in transfers.copies)
@@ -58,19 +58,17 @@ def test_an_early_gradient_of_which_no_changes_are_known_is_not_used(monkeypatch
     monkeypatch.setattr(Counting, "seen", seen)
     pieces = [OffloadedPartition("embedding", 128, *WHOLE)]
     host = make_host(Counting(1), speculated=128, pieces=pieces, partial_unit="embedding", log=log)
-    for step, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
+    for number, (norm, told) in enumerate([(0.5, False), (2.0, True), (0.5, True)]):
         host.expect_step(RATES, 1.0)
         if told:
             host.expect_open_ranges("embedding", np.array([[0, 8]]))
         host.submit_gradient("embedding", torch.ones(128), formed=128)
-        assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (step == 1)
-        if step == 1:
+        assert bool(starts_of(log, What.SUBMITTED_PARTIAL)) == (number == 1)
+        if number == 1:
             wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))
-            assert starts_of(log, What.SPECULATION_BEGUN)
-        host.submit_gradient("embedding", torch.ones(128))
-        host.step(torch.tensor(norm), RATES, 1.0)
-        host.finish()
-        assert host.num_redone == (step >= 1) and not seen.completed
+        submit_ones(host, "embedding")
+        step(host, norm)
+        assert host.num_redone == (number >= 1) and not seen.completed
     host.close()
 
 

@@ -13,10 +13,10 @@ from gptpar.offload.bucket_state import TRANSITIONS, BucketState
 from gptpar.offload.events import STEP_DONE, EventLog, What
 from gptpar.offload.host_optimizer import HostOptimizer
 from gptpar.offload.shared_state import SharedState
-from gptpar.offload.transfers import SameMemory
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
+from tests.unit.offload.host_optimizers import make_host
 
 UNITS, LENGTH, STEPS = ("embedding", "middle", "last"), 300, 25
 PER_BUCKET = {what for _, what in TRANSITIONS}
@@ -25,16 +25,9 @@ PER_BUCKET = {what for _, what in TRANSITIONS}
 def make(speculated: int, log: EventLog | None = None) -> tuple[HostOptimizer, dict[str, torch.Tensor]]:
     group_ranges = (GroupRange(0, 120, 0), GroupRange(120, LENGTH, 1))
     live = {unit: torch.zeros(LENGTH, dtype=torch.bfloat16) for unit in UNITS}
-    host = HostOptimizer(
-        [OffloadedPartition(unit, LENGTH, group_ranges, ((0, LENGTH),)) for unit in UNITS],
-        live,
-        dtype=torch.float32,
-        clip_grad=1.0,
-        kernels=[CpuAdam(1)] * 2,
-        transfers=SameMemory(),
-        speculated_elements=speculated,
-        partial_unit="embedding",
-        log=log,
+    pieces = [OffloadedPartition(unit, LENGTH, group_ranges, ((0, LENGTH),)) for unit in UNITS]
+    host = make_host(
+        CpuAdam(1), speculated=speculated, pieces=pieces, parameters=live, partial_unit="embedding", log=log
     )
     return host, live
 
@@ -95,13 +88,16 @@ def run(speculated: int, seed: int, log: EventLog | None = None) -> tuple[list[t
     return seen, host
 
 
-@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
+@pytest.mark.parametrize("seed", [*range(2), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 5))])
 def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out."""
+    """Partial and replaced gradients, wrong expectations, clipped, skipped and cancelled steps, units left out.
+
+    Every other time one of the embedding's buckets has no room for speculation.
+    """
     monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 110)  # three a unit, which runs and open ranges cut anywhere
     monkeypatch.setattr(SharedState, "note_expectation", lambda *_: None)  # never backs off
     log = EventLog()
-    (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3, seed, log)
+    (wanted, plain), (found, host) = run(0, seed), run(LENGTH * 3 - seed % 2, seed, log)
     assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert [host.steps_of(unit) for unit in UNITS] == [plain.steps_of(unit) for unit in UNITS]
     assert plain.num_redone == plain.num_ahead == 0 and host.num_redone > 0 and host.num_ahead > 0
@@ -114,8 +110,7 @@ def test_any_order_gives_the_same_bits(seed: int, monkeypatch: pytest.MonkeyPatc
             states[bucket] = TRANSITIONS[states[bucket], event.what]
     assert len(states) == 9 and set(states.values()) == {BucketState.IDLE}
     assert len(log.of(*STEP_DONE)) == 9 * STEPS == 9 * len(log.of(What.STEP_TAKEN))
-    arrived, landed = len(log.of(What.ARRIVED)), len(log.of(What.KERNEL_DONE))
     begun = len(log.of(What.SPECULATION_BEGUN, What.UPDATE_BEGUN, What.COMPLETION_BEGUN))
-    assert arrived == landed == begun
+    assert len(log.of(What.ARRIVED)) == len(log.of(What.KERNEL_DONE)) == begun
     ahead = sum(event.stop - event.start for event in log.of(What.COMMITTED))
     assert ahead == host.num_ahead

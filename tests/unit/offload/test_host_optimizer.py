@@ -13,47 +13,13 @@ from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from gptpar.optim.group_ranges import OffloadedPartition
-from tests.unit.offload.host_optimizers import RATES, WHOLE, SlowNorm, make_host, wait_until
-
-
-class Watched(CpuAdam):
-    """Notes which elements are updated, and waits for leave if told to."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-        self.lows: list[int] = []
-        self.leave = threading.Event()
-        self.leave.set()
-        self.begun = threading.Event()
-
-    def order(self, *args: Any, low: torch.Tensor | None = None, **kwargs: Any) -> Callable[[], Done]:
-        self.begun.set()
-        assert self.leave.wait(10)
-        assert low is not None
-        self.lows.append(low.data_ptr())
-        return super().order(*args, low=low, **kwargs)
-
-
-def test_a_layer_waits_for_its_own_bucket_only() -> None:
-    adam = Watched()
-    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    host = make_host(adam, parameters=live)
-    host.submit_gradient("second", torch.ones(128))
-    host.submit_gradient("first", torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.wait("first")
-    assert adam.lows[0] == live["first"].data_ptr()
-    torch.testing.assert_close(live["first"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
-    host.wait("second")
-    assert len(adam.lows) == 2 and host.steps_taken == 1
-    host.close()
+from tests.unit.offload.host_optimizers import RATES, WHOLE, SlowNorm, make_host, step, submit_ones, wait_until
 
 
 def test_a_thread_that_reads_the_state_does_not_take_the_loops_waits_for_copies() -> None:
-    """The loop's stream has to wait for the new parameters all the same."""
+    """The loop's stream has to wait for the new parameters all the same, of each unit for its own."""
     host = make_host(CpuAdam())
-    for unit in ("second", "first"):
-        host.submit_gradient(unit, torch.ones(128))
+    submit_ones(host, "second", "first")
     host.step(torch.tensor(0.5), RATES, 1.0)
     values = [values.clone() for _, _, values in host.parts("weights", beside_loop=True)]
     torch.testing.assert_close(torch.cat(values), torch.full((256,), -0.1), rtol=1e-5, atol=0)
@@ -66,23 +32,19 @@ def test_a_thread_that_reads_the_state_does_not_take_the_loops_waits_for_copies(
 
 
 def test_speculation_goes_on_while_the_device_computes_the_norm() -> None:
-    """The training loop has announced the step long before that."""
-    adam, transfers = Watched(), SlowNorm()
-    adam.leave.clear()
-    live = {"first": torch.zeros(128), "second": torch.zeros(128)}
-    host = make_host(adam, speculated=256, transfers=transfers, parameters=live)
+    """The training loop has requested the step long before that, and says what the one after it will be."""
+    log, transfers, live = EventLog(), SlowNorm(), {"first": torch.zeros(128), "second": torch.zeros(128)}
+    host = make_host(CpuAdam(1), speculated=256, transfers=transfers, parameters=live, log=log)
     host.expect_step(RATES, 1.0)
-    host.submit_gradient("second", torch.ones(128))
-    host.submit_gradient("first", torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    of_the_step_after_it = AdamHyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
-    host.expect_step((of_the_step_after_it,), 1.0)
-    adam.leave.set()
-    wait_until(lambda: len(adam.lows) == 2)
-    assert set(adam.lows) == {values.data_ptr() for values in live.values()}
+    with host.without_speculation():
+        submit_ones(host, "second", "first")
+        host.step(torch.tensor(0.5), RATES, 1.0)
+        of_the_step_after_it = AdamHyperparameters(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0)
+        host.expect_step((of_the_step_after_it,), 1.0)
+    wait_until(lambda: len(log.of(What.SPECULATION_BEGUN)) == 2)
     transfers.computed.set()
     host.finish()
-    assert len(adam.lows) == 2 and host.num_redone == 0
+    assert host.updates() == (256, 256) and host.num_redone == 0
     torch.testing.assert_close(live["second"], torch.full((128,), -0.1), rtol=1e-5, atol=0)
     host.close()
 
@@ -106,46 +68,34 @@ def test_the_thread_waits_for_several_updates_at_once_while_gradients_come() -> 
             return wait_for_gate
 
     pieces = [OffloadedPartition(str(n), 128, *WHOLE) for n in range(2 * MAX_QUEUED + 2)]
-    transfers = SlowNorm()
+    units, transfers = [piece.unit for piece in pieces], SlowNorm()
     host = make_host(Gated(1), speculated=128 * len(pieces), pieces=pieces, transfers=transfers)
     host.expect_step(RATES, 1.0)
     with host.without_speculation():
-        for piece in pieces:
-            host.submit_gradient(piece.unit, torch.ones(128))
+        submit_ones(host, *units)
     wait_until(lambda: bool(waited))
     assert (ordered, waited) == ([0, 1, 2, 3, 4], [2])  # two are left, with which the kernel goes on
     gate.set()
     wait_until(lambda: len(waited) == len(pieces))
     assert waited == [2, 1, 0, 5, 4, 3, 9, 8, 7, 6]
-    host.step(torch.tensor(0.5), RATES, 1.0)
     transfers.computed.set()
-    host.finish()
+    step(host)
     assert host.updates() == (128 * len(pieces),) * 2
-    for piece in pieces:
-        host.submit_gradient(piece.unit, torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
-    host.finish()
+    submit_ones(host, *units)
+    step(host)
     assert waited[10:] == list(range(10, 20))
     host.close()
 
 
 def test_room_for_some_is_given_to_the_deepest() -> None:
     log, transfers = EventLog(), SlowNorm()
-    host = make_host(
-        CpuAdam(1),
-        speculated=200,
-        transfers=transfers,
-        log=log,
-        parameters={"first": torch.zeros(128), "second": torch.zeros(128)},
-    )
+    host = make_host(CpuAdam(1), speculated=200, transfers=transfers, log=log)
     assert host.state_bytes == (2 * 128 * 12, 128 * 12)
     host.expect_step(RATES, 1.0)
-    for unit in ("second", "first"):
-        host.submit_gradient(unit, torch.ones(128))
-    host.step(torch.tensor(0.5), RATES, 1.0)
+    submit_ones(host, "second", "first")
     wait_until(lambda: bool(log.of(What.SPECULATION_BEGUN)))
     transfers.computed.set()
-    host.finish()
+    step(host)
     assert [event.unit for event in log.of(What.SPECULATION_BEGUN)] == ["second"]
     assert [event.unit for event in log.of(What.UPDATE_BEGUN)] == ["first"]
     host.close()
@@ -157,8 +107,7 @@ def test_what_goes_wrong_in_the_thread_is_told_to_who_waits() -> None:
             raise ZeroDivisionError("out of order")
 
     host = make_host(Broken(1))
-    for unit in ("first", "second"):
-        host.submit_gradient(unit, torch.ones(128))
+    submit_ones(host, "first", "second")
     host.step(torch.tensor(0.5), RATES, 1.0)
     with pytest.raises(ZeroDivisionError, match="out of order"):
         host.wait("second")
@@ -177,13 +126,12 @@ def test_a_step_that_is_announced_while_the_last_one_ends_is_taken() -> None:
 
     log = HoldsUp()
     host = make_host(CpuAdam(1), log=log)
-    for step in range(2):
-        for unit in ("second", "first"):
-            host.submit_gradient(unit, torch.ones(128))
+    for number in (1, 2):
+        submit_ones(host, "second", "first")
         host.step(torch.tensor(0.5), RATES, 1.0)
-        if step:
+        if number == 2:
             announced.set()
-        wait_until(lambda step=step: len(log.of(*STEP_DONE)) == 2 * (step + 1))
-        assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [step + 1, step + 1]
+        wait_until(lambda number=number: len(log.of(*STEP_DONE)) == 2 * number)
+        assert [len(log.of(What.UPDATED, unit=unit)) for unit in ("first", "second")] == [number, number]
     assert [host.steps_of(unit) for unit in ("first", "second")] == [2, 2]
     host.close()

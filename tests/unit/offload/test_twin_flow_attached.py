@@ -1,4 +1,4 @@
-"""TwinFlowAdamW attached to a module: the same bits as unattached, in every order of events."""
+"""TwinFlowAdamW attached to a module: who waits for whom, in every order of events."""
 
 import copy
 import gc
@@ -15,48 +15,10 @@ from torch import nn
 from gptpar import TwinFlowAdamW
 from gptpar.offload import machine
 from gptpar.offload.events import What
-from gptpar.offload.transfers import SameMemory
 from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import Done
 from tests.offload_log import logged, starts_of
-from tests.unit.offload.two_groups import WIDTH, Model, equal, inputs, scheduler, train, two_groups
-
-
-class LateNorm:
-    """A norm that is not known yet when it is asked for first, so that there is time to speculate on any machine."""
-
-    def __init__(self, number: torch.Tensor):
-        self._number, self._asked = number, False
-
-    def known(self) -> bool:
-        asked, self._asked = self._asked, True
-        return asked
-
-    def value(self) -> float:
-        return self._number.item()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("ratio", [0.3, 1.0])
-@pytest.mark.parametrize("speculation", ["off", "on"])
-def test_attached_is_bit_for_bit_the_same(
-    ratio: float, speculation: str, dtype: torch.dtype, closing: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Clipping in some steps makes speculation wrong: it is done again."""
-    monkeypatch.setattr(SameMemory, "read_scalar", lambda self, number: LateNorm(number))
-    models = [Model(dtype), Model(dtype)]
-    optimizers = [
-        closing(TwinFlowAdamW(two_groups(m), offload_ratio=ratio, max_norm=0.45, speculation=speculation))
-        for m in models
-    ]
-    optimizers[1].attach(models[1])
-    for model, optimizer in zip(models, optimizers, strict=True):
-        train(model, optimizer, range(30), scheduler(optimizer))
-    optimizers[1].finish()
-    equal(models[1], models[0], rtol=0, atol=0)
-    redone = [optimizer.num_redone for optimizer in optimizers]
-    assert redone[0] == 0 and (0 < redone[1] < 30) == (speculation == "on")
+from tests.unit.offload.two_groups import WIDTH, Beside, Model, backward, equal, inputs, train
 
 
 class Watched(CpuAdam):
@@ -99,62 +61,45 @@ def test_each_layer_waits_for_its_own_parameters_only(closing: Any, monkeypatch:
     assert all(not torch.equal(p, q) for p, q in zip(model.parameters(), before.parameters(), strict=True))
 
 
-def test_what_is_read_right_after_a_step_is_finished(closing: Any) -> None:
+@pytest.mark.parametrize("attached", [False, True])
+def test_what_is_read_right_after_a_step_is_finished(attached: bool, closing: Any) -> None:
     """Unattached: the parameters. Attached: what state_dict and hooks of the step see."""
-    for attached in (False, True):
-        plain, ours = Model(), Model()
-        reference, optimizer = torch.optim.AdamW(plain.parameters()), closing(TwinFlowAdamW(ours.parameters()))
-        seen: list[torch.Tensor] = []
-        if attached:
-            optimizer.attach(ours)
-        train(plain, reference, [1])
-        train(ours, optimizer, [1])
-        values = ours.state_dict() if attached else dict(ours.named_parameters())
-        torch.testing.assert_close(dict(values), dict(plain.state_dict()), rtol=1e-12, atol=1e-12, check_device=True)
-        optimizer.register_step_post_hook(lambda *_, ours=ours, seen=seen: seen.append(ours.third.weight.clone()))
-        train(plain, reference, [2])
-        train(ours, optimizer, [2])
-        torch.testing.assert_close(seen[0], plain.third.weight, rtol=1e-12, atol=1e-12)
+    pair, seen = closing(Beside(attached=attached)), list[torch.Tensor]()
+    pair.train([1])
+    values = pair.ours.state_dict() if attached else dict(pair.ours.named_parameters())
+    torch.testing.assert_close(dict(values), dict(pair.plain.state_dict()), rtol=1e-12, atol=1e-12)
+    pair.optimizer.register_step_post_hook(lambda *_: seen.append(pair.ours.third.weight.clone()))
+    pair.train([2])
+    torch.testing.assert_close(seen[0], pair.plain.third.weight, rtol=1e-12, atol=1e-12)
 
 
 def test_a_step_that_is_not_taken_leaves_no_trace(closing: Any) -> None:
     """Speculation has written coming values; an evaluation, or zeroing the gradients, brings the old ones back."""
-    ours, plain = Model(), Model()
-    optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
-    optimizer.attach(ours)
+    pair = closing(Beside(attached=True, speculation="on"))
+    ours, optimizer = pair.ours, pair.optimizer
     for forget in (lambda: ours(inputs(9)), optimizer.zero_grad, optimizer.state_dict, ours.state_dict):
-        with optimizer.last_backward():
-            ours(inputs(1)).backward()
+        backward(optimizer, ours(inputs(1)))
         forget()
-        equal(ours, plain, rtol=0, atol=0)
-    reference = torch.optim.AdamW(plain.parameters())
-    train(plain, reference, range(1, 4))
-    train(ours, optimizer, range(1, 4))
-    optimizer.finish()
-    equal(ours, plain, rtol=1e-12, atol=1e-12)
+        equal(ours, pair.plain, rtol=0, atol=0)
+    pair.train(range(1, 4))
+    pair.assert_equal()
 
 
 def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
     """A second micro-batch inside begins anew; a second backward of one forward would read coming values."""
-    ours, plain = Model(), Model()
     with logged() as log:
-        optimizer = closing(TwinFlowAdamW(ours.parameters(), speculation="on"))
-    optimizer.attach(ours)
-    reference = torch.optim.AdamW(plain.parameters())
+        pair = closing(Beside(attached=True, speculation="on"))
+    ours, optimizer = pair.ours, pair.optimizer
     for step in range(3):
+        one, other = inputs(step)
         optimizer.zero_grad()
         with optimizer.last_backward():
-            ours(inputs(step)[0]).backward()
+            ours(one, use=step % 3 != 0).backward()
             assert starts_of(log, What.SUBMITTED)
-            ours(inputs(step)[1]).backward()
+            ours(other, use=step % 3 != 0).backward()
         optimizer.step()
-    for step in range(3):
-        reference.zero_grad()
-        plain(inputs(step)[0]).backward()
-        plain(inputs(step)[1]).backward()
-        reference.step()
-    optimizer.finish()
-    equal(ours, plain, rtol=1e-12, atol=1e-12)
+    train(pair.plain, pair.reference, range(3))
+    pair.assert_equal()
     one, other = ours(inputs(0)), ours(inputs(1))
     with pytest.raises(RuntimeError, match="got a second gradient"), optimizer.last_backward():
         one.backward()
@@ -162,25 +107,16 @@ def test_more_than_the_last_backward_is_noticed(closing: Any) -> None:
 
 
 def test_gradients_changed_after_they_were_sent_are_sent_again(closing: Any) -> None:
-    ours, plain = Model(), Model()
-    optimizer = closing(TwinFlowAdamW(ours.parameters(), lr=1e-2, speculation="on"))
-    optimizer.attach(ours)
-    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    pair = closing(Beside(attached=True, speculation="on"))
     for step in range(3):
-        for model, one in ((ours, optimizer), (plain, reference)):
-            one.zero_grad()
-            loss = model(inputs(step))
-            if model is ours:
-                with optimizer.last_backward():
-                    loss.backward()
-            else:
-                loss.backward()
+        for model, optimizer in pair.each():
+            optimizer.zero_grad()
+            backward(optimizer, model(inputs(step)))
             assert model.third.weight.grad is not None
             model.third.weight.grad.mul_(-3.0)
             model.first.weight.grad = None
-            one.step()
-    optimizer.finish()
-    equal(ours, plain, rtol=1e-12, atol=1e-12)
+            optimizer.step()
+    pair.assert_equal()
 
 
 class Recomputed(nn.Module):
@@ -228,8 +164,7 @@ def test_a_copy_of_an_attached_module_is_a_module_of_its_own(closing: Any) -> No
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         equal(other, model, rtol=0, atol=0)
         assert torch.equal(other(inputs(0)), model(inputs(0))) and len(other.state_dict()) == len(model.state_dict())
-        with optimizer.last_backward():
-            other(inputs(0)).backward()
+        backward(optimizer, other(inputs(0)))
         optimizer.finish()
         equal(other, model, rtol=0, atol=0)
 
@@ -239,8 +174,7 @@ def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() ->
     before, model, untouched = threading.active_count(), Model(), Model()
     optimizer = TwinFlowAdamW(model.parameters(), speculation="on")
     optimizer.attach(model)
-    with optimizer.last_backward():
-        model(inputs(1)).backward()
+    backward(optimizer, model(inputs(1)))
     del optimizer
     gc.collect()
     assert threading.active_count() == before

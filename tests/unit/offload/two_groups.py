@@ -1,6 +1,7 @@
 """A model in two parameter groups, trained by any optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,22 +44,23 @@ def scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5) * 0.9**step)
 
 
+def backward(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    """The last one before a step."""
+    attached = isinstance(optimizer, TwinFlowAdamW) and optimizer.attached
+    with optimizer.last_backward() if attached else nullcontext():  # type: ignore[attr-defined]
+        loss.backward()
+
+
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], schedule: Any = None, clip: float = 0.0
 ) -> None:
     """Two micro-batches a step; every third step leaves one parameter without gradient."""
     dtype = next(model.parameters()).dtype
-    last = isinstance(optimizer, TwinFlowAdamW) and optimizer.attached
     for step in steps:
         one, other = inputs(step, dtype)
         optimizer.zero_grad()
         model(one, use=step % 3 != 0).backward()
-        loss = model(other, use=step % 3 != 0)
-        if last:
-            with optimizer.last_backward():  # type: ignore[attr-defined]
-                loss.backward()
-        else:
-            loss.backward()
+        backward(optimizer, model(other, use=step % 3 != 0))
         if clip:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
@@ -69,3 +71,29 @@ def train(
 def equal(one: nn.Module, other: nn.Module, **tolerance: float) -> None:
     for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, msg=lambda words, name=name: f"{name}: {words}", **tolerance)
+
+
+class Beside:
+    """A model that torch's AdamW trains, and its like that TwinFlowAdamW does."""
+
+    def __init__(self, *, attached: bool = False, **options: Any):
+        self.plain, self.ours = Model(), Model()
+        self.reference = torch.optim.AdamW(two_groups(self.plain), lr=1e-2)
+        self.optimizer = TwinFlowAdamW(two_groups(self.ours), lr=1e-2, **options)
+        if attached:
+            self.optimizer.attach(self.ours)
+
+    def each(self) -> Iterator[tuple[Model, torch.optim.Optimizer]]:
+        yield self.plain, self.reference
+        yield self.ours, self.optimizer
+
+    def train(self, steps: Sequence[int]) -> None:
+        for model, optimizer in self.each():
+            train(model, optimizer, steps)
+
+    def assert_equal(self) -> None:
+        self.optimizer.finish()
+        equal(self.ours, self.plain, rtol=1e-12, atol=1e-12)
+
+    def close(self) -> None:
+        self.optimizer.close()

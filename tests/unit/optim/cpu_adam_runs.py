@@ -3,10 +3,10 @@
 import torch
 
 from gptpar.optim.cpu_adam import AdamStep, CpuAdam
+from tests.unit.optim import update_cases
 
 HOW = AdamStep(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, bias_correction=1.0, step=1)
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
-LONG = 1000003
 
 
 def with_isa(isa: int, threads: int = 1) -> CpuAdam:
@@ -22,13 +22,9 @@ def make(n: int, grad: torch.dtype = torch.float32, state: torch.dtype = torch.f
     return [p.to(state), (0.1 * m).to(state), (0.01 * v * v).to(state), g.to(grad)]
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
 def same(ours, theirs) -> bool:
     """Bit for bit, any NaN being like any other."""
-    return all(bool(((bits(a) == bits(b)) | (a.isnan() & b.isnan())).all()) for a, b in zip(ours, theirs, strict=True))
+    return all(update_cases.same(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def run(adam, tensors, how=HOW, *, apart=False, low=None):

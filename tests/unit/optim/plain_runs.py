@@ -1,17 +1,15 @@
-"""Runs that train with Lion or Muon, and the plain loop beside them."""
+"""Runs whose weights are to follow the plain formula of their optimizer."""
 
-import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gptpar.cli.check_layouts import MODELS, SMALL, case_config
-from gptpar.cli.check_layouts.outcome import Tensors
+from gptpar.cli.check_layouts.compare import difference
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.model.gpt import gpt_model
-from gptpar.pipeline import Stage
+from gptpar.optim.muon import MUON, coefficients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
 from tests.ranks.layout_cases import case
@@ -22,8 +20,7 @@ key biases: their gradient is zero but for rounding, and Lion would take the sig
 LION_WORDS = [*COMMON, *("--num-layers", "2", "--optimizer", "lion", "--lion-beta2", "0.95")]
 MUON_WORDS = [*COMMON, *("--num-layers", "4", "--optimizer", "muon", "--muon-coefficient-type", "simple")]
 
-STEPS = 3
-TOLERANCE = 1e-12
+STEPS, CLIP = 3, 0.5
 HEAD, QUERIES = 4, 2
 """Rows of a head, and heads of queries in a group."""
 
@@ -31,37 +28,49 @@ Update = Callable[[str, Tensor, Tensor, float, int], None]
 """Changes a decayed parameter of a name by its gradient, at a learning rate, in a step that is counted from 1."""
 
 
-def plain_loop(words: Sequence[str], update: Update) -> list[Tensors]:
-    """Every parameter after each step; nothing but torch, in fp64."""
-    run = alone(words, ())
-    model = Stage(gpt_model(run.config.model).specs)
-    model.place({name: value.clone() for name, value in run.outcome.initial.items()})
-    named, found = model.global_parameters(), []
-    for step in range(STEPS):
-        model.zero_grad()
-        for batch in run._batches(step):
-            logits = model(batch.tokens_BS, {"seq_length": batch.tokens_BS.shape[1]})
-            (F.cross_entropy(logits, batch.labels_BS.flatten()) / len(run._batches(step))).backward()
-        torch.nn.utils.clip_grad_norm_(list(named.values()), 0.5)
-        lr = run.trainer.schedule.learning_rate(8.0 * (step + 1))
-        with torch.no_grad():
-            for name, p in named.items():
-                assert p.grad is not None
-                p.mul_(1 - lr * (0.3 if p.dim() > 1 else 0.0))
-                update(name, p, p.grad, lr, step + 1)
-        found.append({name: p.detach().clone() for name, p in named.items()})
+def assert_follows(words: Sequence[str], flags: str, update: Update, optimizer: str | None = None) -> None:
+    """Every weight after each step is what an update makes of the weight before it and the run's gradient.
+
+    Args:
+        optimizer: one that no flag knows.
+    """
+    config = case_config(words, case(Mesh(), *flags.split()), 1)
+    run = CaseRun(
+        config.update("optimizer", optimizer=optimizer or config.optimizer.optimizer),
+        Topology(Mesh(), 0, torch.device("cpu")),
+    )
+    run.train(0, STEPS)
     run.trainer.close()
-    return found
+    weights = {name: value.clone() for name, value in run.outcome.initial.items()}
+    for step, (grads, found) in enumerate(zip(run.outcome.gradients, run.outcome.weights, strict=True), start=1):
+        norm = float(torch.cat([grad.flatten() for grad in grads.values()]).norm())
+        assert norm > CLIP
+        lr = run.trainer.schedule.learning_rate(8.0 * step)
+        for name, p in weights.items():
+            p.mul_(1 - lr * (0.3 if p.dim() > 1 else 0.0))
+            update(name, p, grads[name] * CLIP / (norm + 1e-6), lr, step)
+        assert difference([(found, weights)]) <= 1e-12
+
+
+def momentum() -> Update:
+    """The momenta are the weights of the gradients before, as torch's SGD has them."""
+    momenta: dict[str, Tensor] = {}
+
+    def update(name: str, p: Tensor, grad: Tensor, lr: float, step: int) -> None:
+        momenta[name] = 0.9 * momenta.get(name, 0.0) + grad
+        p.sub_(lr * momenta[name])
+
+    return update
 
 
 def lion() -> Update:
     """Lion's update, which remembers its momenta."""
-    momenta: Tensors = {}
+    momenta: dict[str, Tensor] = {}
 
     def update(name: str, p: Tensor, grad: Tensor, lr: float, step: int) -> None:
-        momentum = momenta.get(name, torch.zeros_like(p))
-        p.sub_(lr * torch.sign(0.9 * momentum + (1 - 0.9) * grad))
-        momenta[name] = 0.95 * momentum + (1 - 0.95) * grad
+        before = momenta.get(name, torch.zeros_like(p))
+        p.sub_(lr * torch.sign(0.9 * before + (1 - 0.9) * grad))
+        momenta[name] = 0.95 * before + (1 - 0.95) * grad
 
     return update
 
@@ -85,27 +94,12 @@ def muon() -> Update:
 
 
 def _of_each_matrix(name: str, update: Tensor) -> Tensor:
-    """The update of a block's weight, whose logical matrices are orthogonalized one by one."""
+    """The update of a block's weight, whose logical matrices are orthogonalized one by one, as torch's Muon does."""
+    muon = replace(MUON, iterations=coefficients("simple", 5))
     if "qkv" not in name:
         matrices = update.view(-1, *update.shape[-2:])
-        return torch.stack([_orthogonal(matrix) for matrix in matrices]).view_as(update)
+        return torch.stack([muon.orthogonalize(matrix[None])[0] for matrix in matrices]).view_as(update)
     groups = update.view(-1, (QUERIES + 2) * HEAD, update.shape[1])
     kinds = groups.split([QUERIES * HEAD, HEAD, HEAD], dim=1)
-    done = [_orthogonal(kind.reshape(-1, update.shape[1])).view_as(kind) for kind in kinds]
+    done = [muon.orthogonalize(kind.reshape(1, -1, update.shape[1])).view_as(kind) for kind in kinds]
     return torch.cat(done, 1).view_as(update)
-
-
-def _orthogonal(x: Tensor) -> Tensor:
-    """As torch.optim.Muon has it, without its cast to bf16, and with the scale of AdamW's learning rates."""
-    (rows, columns), (a, b, c) = x.shape, (3.4445, -4.7750, 2.0315)
-    x = x.T if rows > columns else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return 0.2 * math.sqrt(max(rows, columns)) * (x.T if rows > columns else x)
-
-
-def alone(words: Sequence[str], flags: Sequence[str]) -> CaseRun:
-    """A run of one process."""
-    return CaseRun(case_config(words, case(Mesh(), *flags), 1), Topology(Mesh(), 0, torch.device("cpu")))

@@ -2,48 +2,47 @@
 
 import math
 from fractions import Fraction
+from itertools import product
 
 import pytest
 import torch
 
 from gptpar.optim.adam_arguments import AdamStep
-from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, numbers, step_numbers
-from gptpar.optim.cpu_adam import CpuAdam, _library
+from gptpar.optim.adam_update import AdamHyperparameters, numbers, step_numbers
+from gptpar.optim.cpu_adam import CpuAdam
 from gptpar.optim.elementwise import clipped_divisor, power
+from gptpar.optim.rounded_states import BF16, FP8
 from tests.pairs import every_pair
-from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
+from tests.unit.optim.cpu_adam_runs import with_isa
+from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, kept, numbers_on_device, same, update
 
-
-def by_operators(case: list[torch.Tensor], numbers: UpdateNumbers, low: torch.dtype) -> list[torch.Tensor]:
-    """The new p, m, v and 16-bit parameters, as the definition has them."""
-    *state, grad = (vector.clone() for vector in case)
-    narrow = torch.empty(len(grad), dtype=low, device=grad.device)
-    update(state, grad, numbers, low=narrow)
-    return [*state, narrow]
+FP32 = torch.float32
 
 
 def steps_to_take() -> list[AdamStep]:
-    """Every step's number, without clipping and with it, and with a large loss scale."""
+    """Without clipping and with it, with a large loss scale, and a norm beyond fp32."""
     divisors = [1.0, clipped_divisor(2.7, 1.0, 0.3), clipped_divisor(0.1, 3000.0, 0.3), 1e39]
-    return [AdamStep(*HOW, step, divisors[i % len(divisors)]) for i, step in enumerate(STEPS)]
+    return [AdamStep(*HOW, step, divisor) for step, divisor in zip((1, 2, 1000, 999_999), divisors, strict=True)]
 
 
-@every_pair(isa=[0, 1, 2], grad=FORMATS, low=FORMATS)
-def test_every_instruction_set_computes_the_definition(isa: int, grad: torch.dtype, low: torch.dtype) -> None:
-    library = _library()
-    if library is None or not library.lasting.cpu_adam_isa(isa):
-        pytest.skip("no C++ compiler, or not this processor's")
-    adam = CpuAdam(2)
-    adam._isa = isa
+@every_pair(isa=[0, 1, 2], formats=list(product((FP32, BF16, FP8), repeat=2)), grad=FORMATS, low=FORMATS)
+def test_every_instruction_set_computes_the_definition(
+    isas: list[int], isa: int, formats: tuple[torch.dtype, torch.dtype], grad: torch.dtype, low: torch.dtype
+) -> None:
+    """All bit patterns, edges and the usual; in place and beside, at every alignment of a vector's end."""
+    if isa not in isas:
+        pytest.skip("not this processor's")
     for p, m, v, values in cases():
-        case = [p, m, v, values.to(grad)]
-        for how in steps_to_take():
-            *state, given = (vector.clone() for vector in case)
-            narrow = torch.empty(len(given), dtype=low)
-            adam.step(*state, given, how, low=narrow)
-            expected = by_operators(case, how.numbers, low)
-            for name, ours, true in zip(("p", "m", "v", "low"), [*state, narrow], expected, strict=True):
-                assert same(ours, true), (name, how)
+        old, given = [p, *kept(m, v, formats)], values.to(grad)
+        for number, how in enumerate(steps_to_take()):
+            wanted, wanted_low = [t.clone() for t in old], torch.empty(len(p), dtype=low)
+            update(wanted, given, how.numbers, low=wanted_low, key=how.key)
+            ours, narrow = [t.clone() for t in old], torch.empty_like(wanted_low)
+            into = [torch.empty_like(t) for t in old] if number % 2 else None
+            with_isa(isa, 2).steps(ours, given, [(0, len(p), how)], into=into, low=narrow)
+            found, expected = [*(into or ours), narrow], [*wanted, wanted_low]
+            for name, one, true in zip(("p", "m", "v", "low"), found, expected, strict=True):
+                assert same(one, true), (name, how)
 
 
 def test_moments_may_be_taken_as_they_are() -> None:
@@ -96,10 +95,3 @@ def test_a_power_is_within_its_roundings() -> None:
             assert power(base, step) == pytest.approx(base**step, rel=step * 1e-15, abs=1e-300)
         assert power(base, 1000) == pytest.approx(float(Fraction(base) ** 1000), rel=1e-12)
     assert power(0.9, 0) == 1.0 and power(0.9, 1) == 0.9 and power(0.9, 2) == 0.9 * 0.9
-
-
-def test_a_skipped_step_changes_nothing_although_the_gradient_is_not_finite() -> None:
-    state, grad = [torch.ones(5), torch.zeros(5), torch.zeros(5)], torch.full((5,), math.nan)
-    low = torch.full((5,), 7.0, dtype=torch.bfloat16)
-    update(state, grad, step_numbers(HOW, 1, 1.0), low=low, skipped=torch.tensor(1.0))
-    assert [t.tolist() for t in state] == [[1.0] * 5, [0.0] * 5, [0.0] * 5] and low.tolist() == [1.0] * 5

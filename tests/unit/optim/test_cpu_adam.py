@@ -1,7 +1,7 @@
 """AdamW on the CPU: right against fp64 and torch, the same bits on every path, and no argument is taken silently."""
 
-import ctypes
 import itertools
+import math
 import warnings
 from dataclasses import replace
 
@@ -10,26 +10,15 @@ import pytest
 import torch
 
 from gptpar.offload.buckets import ranges_of_rows
-from gptpar.optim import cpu_adam
 from gptpar.optim.cpu_adam import CpuAdam
-from tests.unit.optim.cpu_adam_runs import GRADS, HOW, LONG, make, run, same, with_isa
-
-LOWS = (None, torch.bfloat16, torch.float16, torch.float32)
-
-
-def plain_adamw(p, m, v, g, how):
-    """The paper's rule in fp64, out of place."""
-    g = g.double() / how.divisor
-    m = how.beta1 * m + (1 - how.beta1) * g
-    v = how.beta2 * v + (1 - how.beta2) * g * g
-    m_hat, v_hat = m / (1 - how.beta1**how.step), v / (1 - how.beta2**how.step)
-    return p - how.lr * (m_hat / (v_hat.sqrt() + how.eps) + how.weight_decay * p), m, v
+from gptpar.optim.rounded_states import BF16, FP8
+from tests.unit.optim.cpu_adam_runs import GRADS, HOW, make, run, same, with_isa
+from tests.unit.optim.update_cases import kept, update
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grad", GRADS)
-def test_threads_places_and_instruction_sets_do_not_change_a_long_vector(isas, grad):
-    tensors = make(LONG, grad)
+def test_threads_places_and_instruction_sets_do_not_change_a_long_vector(isas):
+    tensors = make(1000003, torch.bfloat16)
     _, scalar = run(with_isa(0), tensors, low=torch.bfloat16)
     squares = {with_isa(isa, threads).square(tensors[3]) for isa in isas for threads in (1, 2, 5)}
     assert len(squares) == 1
@@ -39,20 +28,33 @@ def test_threads_places_and_instruction_sets_do_not_change_a_long_vector(isas, g
         assert same(ours, scalar), (isa, threads, apart)
 
 
-@pytest.mark.parametrize("shifts", [(0, 0, 0, 0), (1, 1, 1, 1), (3, 5, 8, 1), (16, 16, 16, 7)])
-def test_any_cutting_and_any_alignment_gives_the_same_bits(isas, shifts):
+def placed(length, shift, dtype):
+    """Memory for a vector that begins some elements behind where allocations do."""
+    return torch.empty(length + 16, dtype=dtype)[shift : shift + length]
+
+
+@pytest.mark.parametrize(
+    ("shifts", "moments"),
+    [
+        *((shifts, torch.float32) for shifts in ((0, 0, 0, 0), (1, 1, 1, 1), (3, 5, 8, 1), (16, 16, 16, 7))),
+        *(((3, 5, 8, 1), moments) for moments in (BF16, FP8)),
+    ],
+)
+def test_any_cutting_and_any_alignment_gives_the_same_bits(isas, shifts, moments):
+    """Also of moments that are rounded: their draws do not depend on where an element lies."""
     cuts = [0, 1, 38, 64, 70, 65601, 65602, 131139, 200003]
-    tensors = make(cuts[-1], torch.bfloat16)
-    _, whole = run(CpuAdam(1), tensors, low=torch.float16)
+    p, m, v, grad = make(cuts[-1], torch.bfloat16)
+    tensors = [p, *((m, v) if moments == torch.float32 else kept(m, v, (moments, moments)))]
+    dtypes = (torch.float32, moments, moments)
+    _, whole = run(CpuAdam(1), [*tensors, grad], low=torch.float16)
     for isa, apart in itertools.product(isas, (False, True)):
-        state = [torch.empty(cuts[-1] + 16)[s : s + cuts[-1]] for s in shifts[:3]]
-        into = [torch.empty(cuts[-1] + 16)[s : s + cuts[-1]] for s in shifts[:3]]
-        low = torch.empty(cuts[-1] + 16, dtype=torch.float16)[shifts[3] :][: cuts[-1]]
-        for piece, source in zip(state, tensors, strict=False):
+        state, into = ([placed(cuts[-1], *one) for one in zip(shifts[:3], dtypes, strict=True)] for _ in range(2))
+        low = placed(cuts[-1], shifts[3], torch.float16)
+        for piece, source in zip(state, tensors, strict=True):
             piece.copy_(source)
         for first, last in itertools.pairwise(cuts):
-            p, m, v, grad, *new = (t[first:last] for t in (*state, tensors[3], *into))
-            with_isa(isa, 2).step(p, m, v, grad, HOW, into=tuple(new) if apart else None, low=low[first:last])
+            p, m, v, part, *new = (t[first:last] for t in (*state, grad, *into))
+            with_isa(isa, 2).step(p, m, v, part, HOW, into=tuple(new) if apart else None, low=low[first:last])
         assert same([*(into if apart else state), low], whole), (isa, apart)
 
 
@@ -70,15 +72,13 @@ def test_low_precision_parameters_are_rounded_as_torch_does(isas, kind):
     assert p.isnan().any() and low[p == 65520.0].isinf().all() == (kind == torch.float16)
 
 
-@pytest.mark.parametrize(
-    "bad", [float("nan"), *(pytest.param(one, marks=pytest.mark.slow) for one in (float("inf"), float("-inf")))]
-)
-def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(isas, bad):
+@pytest.mark.parametrize("grad", GRADS)
+def test_a_gradient_that_is_not_finite_is_found_wherever_it_is(isas, grad):
     n = 65536 + 45
-    for grad, isa in itertools.product(GRADS, isas):
-        tensors = make(n, grad)
+    tensors = make(n, grad)
+    for isa in isas:
         _, clean = run(with_isa(isa), tensors)
-        for place in (0, 20, 65535, 65536, n - 1):
+        for place, bad in ((0, math.nan), (20, math.inf), (65535, -math.inf), (65536, math.nan), (n - 1, math.inf)):
             spoilt = tensors[3].clone()
             spoilt[place] = bad
             finite, ours = run(with_isa(isa, 2), [*tensors[:3], spoilt], apart=True)
@@ -99,14 +99,6 @@ def test_flushing_of_denormals_in_the_caller_changes_nothing(isas):
     finally:
         torch.set_flush_denormal(False)
     assert flushed == square > 0 and same(buffers, expected)
-
-
-def test_the_kernel_can_sum_squares_on_its_way(library):
-    p, m, v, grad = make(200003, torch.bfloat16)
-    how, total = replace(HOW, divisor=2.0), ctypes.c_double()
-    call = cpu_adam._call((p, m, v, p, m, v, grad), None, [(0, len(p), how)])
-    assert library.lasting.cpu_adam_step(*call, 2, -1, ctypes.byref(total)) == 1
-    assert total.value == CpuAdam(1).square(grad)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -146,8 +138,9 @@ def test_low_may_take_the_gradients_place():
     assert same([p, m, v, grad], expected)
 
 
-@pytest.mark.parametrize("low", LOWS)
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize(
+    ("low", "apart"), [(None, False), (torch.bfloat16, True), (torch.float16, False), (torch.float32, True)]
+)
 def test_without_a_compiler_torch_does_the_same_after_one_warning(library, low, apart, request):
     tensors, how = make(5003, torch.bfloat16), replace(HOW, step=3, divisor=3.7)
     _, expected = run(CpuAdam(1), tensors, how, apart=apart, low=low)
@@ -166,20 +159,17 @@ def test_without_a_compiler_torch_does_the_same_after_one_warning(library, low, 
 
 
 def test_fp64_state_is_updated_in_fp64():
-    tensors, how = make(4001, torch.float64, torch.float64), replace(HOW, step=3, divisor=3.7)
-    new, low = tuple(torch.empty(4001, dtype=torch.float64) for _ in range(3)), torch.empty(4001, dtype=torch.bfloat16)
-    assert CpuAdam(1).step(*tensors, how, into=new, low=low)
-    for ours, true in zip(new, plain_adamw(*tensors, how), strict=True):
-        assert (ours - true).abs().max() < 1e-14 * true.abs().max()
-    assert torch.equal(low, new[0].bfloat16())
-    assert CpuAdam(1).square(tensors[3]) == pytest.approx(float(tensors[3].square().sum()), rel=1e-13)
-    for narrow in (torch.float32, torch.bfloat16, torch.float16):  # of a unit in another dtype than the others
-        rounded, low = tensors[3].to(narrow), torch.empty(4001, dtype=torch.float32)
-        states = [[t.clone() for t in tensors[:3]] for _ in range(2)]
-        CpuAdam(1).step(*states[0], rounded, how, low=low)
-        CpuAdam(1).step(*states[1], rounded.double(), how)
-        assert all(torch.equal(ours, true) for ours, true in zip(*states, strict=True))
-        assert torch.equal(low, states[0][0].float())
+    """Also by narrow gradients, of a unit in another dtype than the others."""
+    *state, grad = make(4001, torch.float64, torch.float64)
+    how = replace(HOW, step=3, divisor=3.7)
+    for given in (grad, *(grad.to(narrow) for narrow in GRADS)):
+        wanted, low = [t.clone() for t in state], torch.empty(4001, dtype=torch.bfloat16)
+        update(wanted, given.double(), how.numbers)
+        new = tuple(torch.empty(4001, dtype=torch.float64) for _ in range(3))
+        assert CpuAdam(1).step(*state, given, how, into=new, low=low)
+        assert all(torch.equal(ours, true) for ours, true in zip(new, wanted, strict=True))
+        assert torch.equal(low, new[0].bfloat16())
+    assert CpuAdam(1).square(grad) == pytest.approx(float(grad.square().sum()), rel=1e-13)
 
 
 def test_a_divisor_beyond_fp32_leaves_nothing_of_the_gradient(library):
@@ -191,9 +181,6 @@ def test_a_divisor_beyond_fp32_leaves_nothing_of_the_gradient(library):
     assert same(tensors[:3], without[:3])
 
 
-# --- What the update on the CPU does not take: all problems at once, and nothing is changed -------------------------
-
-
 def test_ranges_that_are_none_are_refused(library):
     for only, words in (
         (np.array([[0, 4], [3, 5]]), "the ranges of only are not in ascending order"),
@@ -201,7 +188,6 @@ def test_ranges_that_are_none_are_refused(library):
         (np.array([[0, 11]]), "the ranges of only, 0 to 11, do not lie within 10 elements"),
         (np.array([[-1, 3]]), "the ranges of only, -1 to 3, do not lie within 10 elements"),
         (np.array([0, 5]), "only is int64 .2,., not int64 .number of ranges, 2. in one piece"),
-        (np.array([[0, 1, 0], [2, 3, 0]])[:, :2], "only is int64 .2, 2., not int64 .number of ranges, 2. in one piece"),
     ):
         for call in (CpuAdam(1).steps, CpuAdam(1).order):
             with pytest.raises(ValueError, match=words):

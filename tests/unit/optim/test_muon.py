@@ -9,14 +9,12 @@ from torch import Tensor
 from torch.optim import Muon as TorchMuon
 from torch.utils.flop_counter import FlopCounterMode
 
-from gptpar.cli.check_layouts.compare import difference
 from gptpar.optim.cpu_adam import CpuMuon, _library
 from gptpar.optim.muon import COEFFICIENTS, MUON, Muon, MuonHyperparameters, coefficients, numbers
 from gptpar.optim.torch_kernels import MatrixHostKernel
 from gptpar.topology.matrices import WHOLE, Interleaved
 from tests.pairs import every_pair
-from tests.unit.optim import plain_runs
-from tests.unit.optim.plain_runs import STEPS, TOLERANCE
+from tests.unit.optim.plain_runs import MUON_WORDS, assert_follows, muon
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (1, 6), (33, 32)]
 ORIGINAL = "original", "shape_scaling", 1.0
@@ -109,12 +107,8 @@ def test_what_is_a_matrix_of_a_qkv_weight() -> None:
 
 
 @pytest.mark.slow
-def test_training_follows_a_plain_loop() -> None:
-    run = plain_runs.alone(plain_runs.MUON_WORDS, ())
-    run.train(0, STEPS)
-    run.trainer.close()
-    wanted = plain_runs.plain_loop(plain_runs.MUON_WORDS, plain_runs.muon())
-    assert difference(zip(run.outcome.weights, wanted, strict=True)) <= TOLERANCE
+def test_training_follows_the_plain_formula() -> None:
+    assert_follows(MUON_WORDS, "", muon())
 
 
 # --- The compiled kernel of Muon's elementwise parts beside torch's operators, bit for bit --------------------------
@@ -145,8 +139,8 @@ def test_it_is_torchs_operators(nesterov: bool, grad: torch.dtype, low: torch.dt
     library = _library()
     if library is None or library.lasting.cpu_adam_isa(isa) is None:
         pytest.skip("this processor has no such instruction set")
-    muon = replace(MUON, nesterov=nesterov)
-    ours, theirs = muon.host_kernel(3), MatrixHostKernel(muon, 1)
+    update = replace(MUON, nesterov=nesterov)
+    ours, theirs = update.host_kernel(3), MatrixHostKernel(update, 1)
     assert isinstance(ours, CpuMuon)
     ours._isa = isa
     found = []

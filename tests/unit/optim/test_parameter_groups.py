@@ -91,23 +91,20 @@ def test_muons_settings_are_the_runs() -> None:
         assert how[2:] == (0.8,) if update is muon else how[1:3] == (0.5, 0.6)
 
 
-@pytest.mark.parametrize(("mode", "factor"), [("spectral", 0.5), ("unit_rms_norm", 1), ("shape_scaling", 1)])
-def test_mup_scales_muons_rate_by_the_growth_of_its_update(mode: str, factor: float) -> None:
-    _, factors = groups_of(f"--optimizer muon --muon-scale-mode {mode} {MUP}")
+@pytest.mark.parametrize(
+    ("mode", "of_blocks", "of_router"),
+    [("spectral", 1 / 2, 1 / 4), ("unit_rms_norm", 1, 1), ("shape_scaling", 1, 1 / 2)],
+)
+def test_mup_scales_muons_rates_by_the_growth_of_its_updates(mode: str, of_blocks: float, of_router: float) -> None:
+    """A router's logits change by as much at every width: an update for one token, whose inputs are about 1."""
+    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate"
+    _, of_muon = groups_of(f"--optimizer muon --muon-scale-mode {mode} {experts} {MUP}")
     _, of_adam = groups_of(MUP)
-    assert of_adam["layers.0.mlp.up.weight"].lr == 0.25 and factors["layers.0.mlp.up.weight"].lr == factor
-    assert factors["embedding.weight"].lr == 1
-
-
-@pytest.mark.parametrize(("mode", "factor"), [("spectral", 1 / 4), ("shape_scaling", 1 / 2), ("unit_rms_norm", 1)])
-def test_under_mup_a_router_s_logits_change_by_as_much_at_every_width(mode: str, factor: float) -> None:
-    """Also with the outputs of the blocks' other matrices: an update for one token, whose inputs are about 1."""
-    experts = "--num-experts 4 --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
-    flags = f"--optimizer muon --muon-scale-mode {mode} {experts} {MUP} "
-    _, factors = groups_of(flags)
-    assert factors["layers.0.mlp.router.weight"].lr == factors["layers.0.mlp.gate"].lr == factor
+    assert of_adam["layers.0.mlp.up.weight"].lr == 0.25 and of_muon["layers.0.attention.out.weight"].lr == of_blocks
+    assert of_muon["embedding.weight"].lr == 1
+    assert of_muon["layers.0.mlp.router.weight"].lr == of_muon["layers.0.mlp.gate"].lr == of_router
     changes = []
-    for width, lr in ((8, 1.0), (32, factor)):  # the base model's, and this one's
+    for width, lr in ((8, 1.0), (32, of_router)):  # the base model's, and this one's
         muon, x_D = replace(MUON, scale_mode=mode), torch.ones(width, dtype=torch.float64)
         gradient_ED = torch.tensor([1.0, -1.0, 0.5, 2.0], dtype=torch.float64)[:, None] * x_D
         changes.append(lr * (muon.orthogonalize(gradient_ED[None])[0] @ x_D))
@@ -119,15 +116,8 @@ def test_a_pattern_without_a_parameter_is_told() -> None:
         groups_of("--lr-override block*=2")
 
 
+@pytest.mark.parametrize("more", [f"{MUP} {OVERRIDES}", "--decoupled-lr 5e-2"])
 @pytest.mark.parametrize("offload", ["", "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 0.6"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        *(pytest.param(more, marks=pytest.mark.slow) for more in (OVERRIDES, MUP)),
-        f"{MUP} {OVERRIDES}",
-        "--decoupled-lr 5e-2",
-    ],
-)
 def test_steps_equal_torchs_with_a_group_for_each_parameter(more: str, offload: str) -> None:
     config = tiny_config(f"{RUN} {more} {offload}")
     trainer = make_trainer(config)

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,57 +16,17 @@ from gptpar.optim.rounded_states import (
     draws_of,
     first_in_8_bits,
     first_of_8_bits,
-    in_formats,
     key_of,
     key_on_device,
     rounded,
     second_in_8_bits,
     second_of_8_bits,
 )
-from tests.unit.optim.cpu_adam_runs import with_isa
-from tests.unit.optim.update_cases import STEPS, cases, same, update
+from tests.unit.optim.update_cases import STEPS, cases, same
 
 FP32 = torch.float32
-FORMATS = [one for one in itertools.product((FP32, BF16, FP8), repeat=2) if one != (FP32, FP32)]
 CODES = torch.arange(256, dtype=FP8)
 DRAWS = torch.arange(1 << 16, dtype=torch.int32)
-
-
-def kept(m: torch.Tensor, v: torch.Tensor, formats: Sequence[torch.dtype]) -> list[torch.Tensor]:
-    """Moments in stored number formats, rounded to nearest but for ties."""
-    return list(in_formats(m, v, formats, torch.full((len(m),), 0x80008000 - 2**32, dtype=torch.int32)))
-
-
-@pytest.mark.parametrize("formats", FORMATS, ids=str)
-@pytest.mark.parametrize("isa", [0, 1, 2])
-def test_every_instruction_set_computes_the_definition(
-    isas: list[int], isa: int, formats: tuple[torch.dtype, torch.dtype]
-) -> None:
-    """All bit patterns, edges and the usual; in place and beside, at every alignment of a vector's end."""
-    if isa not in isas:
-        pytest.skip("not this processor's")
-    for (p, m, v, g), step, apart in itertools.product(cases(), (1, 999_999), (False, True)):
-        how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, step, 3.7)
-        old = [p, *kept(m, v, formats)]
-        wanted, low = [t.clone() for t in old], torch.empty(len(p), dtype=BF16)
-        update(wanted, g, how.numbers, low=low, key=how.key)
-        ours, narrow = [t.clone() for t in old], torch.empty_like(low)
-        into = [torch.empty_like(t) for t in old] if apart else None
-        with_isa(isa, 2).steps(ours, g, [(0, len(p), how)], into=into, low=narrow)
-        for name, one, true in zip(("p", "m", "v", "low"), [*(into or ours), narrow], [*wanted, low], strict=True):
-            assert same(one, true), (name, step, apart)
-
-
-def test_any_cutting_of_a_vector_gives_the_same_bits(isas: list[int]) -> None:
-    cuts = [0, 1, 38, 64, 101, 4_129, 10_007]
-    p, m, v, g = cases()[2]
-    how = AdamStep(3e-3, 0.9, 0.95, 1e-8, 0.1, 1.0, 7)
-    for isa, formats in itertools.product(isas, ((BF16, BF16), (FP8, FP8))):
-        whole, cut = ([p.clone(), *kept(m, v, formats)] for _ in range(2))
-        with_isa(isa).steps(whole, g, [(0, len(p), how)])
-        for start, stop in itertools.pairwise(cuts):
-            with_isa(isa).steps([t[start:stop] for t in cut], g[start:stop], [(0, stop - start, how)])
-        assert all(map(same, cut, whole))
 
 
 def test_the_weights_follow_the_moments_before_rounding() -> None:
@@ -77,14 +36,12 @@ def test_the_weights_follow_the_moments_before_rounding() -> None:
     exact, kept = [p.clone(), m.float(), v.float()], [p.clone(), m, v]
     CpuAdam(1).steps(exact, g, [(0, len(p), how)])
     CpuAdam(1).steps(kept, g, [(0, len(p), how)])
-    assert same(kept[0], exact[0])
-    for ours, true in zip(kept[1:], exact[1:], strict=True):
-        neighbours = [
-            (true.view(torch.int32) & -65536).view(FP32),
-            (true.view(torch.int32) + 65535 & -65536).view(FP32),
-        ]
-        assert bool(((ours.float() == neighbours[0]) | (ours.float() == neighbours[1])).all())
-        assert 0.3 < float((ours.float() == neighbours[0]).float().mean()) < 0.7
+    assert same(kept[0], exact[0]) and not same(kept[1].float(), exact[1])
+
+
+def assert_rounded_up(found: torch.Tensor, lower: float, upper: float, fraction: int) -> None:
+    """By as many of all 65,536 draws as the fraction above the lower number says."""
+    assert [int((found == end).sum()) for end in (lower, upper)] == [(1 << 16) - fraction, fraction]
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -92,9 +49,8 @@ def test_a_number_is_rounded_up_by_as_many_draws_as_its_fraction(sign: int) -> N
     for exponent, fraction in itertools.product((0, 1, 127, 254), (0, 1, 0x4000, 0x8000, 0xFFFF)):
         lower = torch.tensor([exponent << 23 | 0x350000], dtype=torch.int32)
         x = sign * (lower + fraction).view(FP32).expand(1 << 16)
-        found = rounded(x, DRAWS).float().abs()
-        ends = lower.view(FP32), (lower + 0x10000).view(FP32)
-        assert [int((found == end).sum()) for end in ends] == [(1 << 16) - fraction, fraction]
+        ends = lower.view(FP32).item(), (lower + 0x10000).view(FP32).item()
+        assert_rounded_up(rounded(x, DRAWS).float().abs(), *ends, fraction)
 
 
 def test_what_is_no_number_stays_what_it_is() -> None:
@@ -104,21 +60,6 @@ def test_what_is_no_number_stays_what_it_is() -> None:
         assert same(found, x.to(BF16))
     most = torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(FP32)  # the addition would make it -0, or 0
     assert rounded(most, torch.full((2,), 0xFFFF, dtype=torch.int32)).isnan().all()
-
-
-def test_a_moment_that_moves_less_than_a_step_of_its_format_is_right_on_average() -> None:
-    """v moves by 1/1000 towards 2; rounded to nearest, it would stay at 1. m decays by 1/1000 from 1."""
-    n, steps = 20_000, 1_000
-    p, m, v, g = torch.zeros(n), torch.ones(n, dtype=BF16), torch.ones(n, dtype=BF16), torch.full((n,), 2.0**0.5)
-    m += torch.arange(n) % 64 / 128  # as many different states as a small model has
-    start = m.double()
-    assert (torch.ones(1) + 0.001).to(BF16).item() == 1
-    for step in range(1, steps + 1):
-        CpuAdam(1).step(p, m, v, g, AdamStep(0.0, 0.999, 0.999, 1e-8, 0.0, 1.0, step))
-    left = 0.999**steps
-    assert float(v.double().mean()) == pytest.approx(2 - left, rel=2e-3)
-    assert float(m.double().mean()) == pytest.approx(float(start.mean()) * left + 2**0.5 * (1 - left), rel=2e-3)
-    assert 0 < float(v.double().std()) < 0.1
 
 
 def test_draws_are_uniform_and_neither_steps_nor_halves_nor_states_repeat() -> None:
@@ -177,8 +118,7 @@ def test_8_bits_of_v_are_rounded_up_by_as_many_draws_as_the_fraction(code: int) 
     ends = second_of_8_bits(torch.tensor([code, code + 1], dtype=FP8))
     for fraction in (0, 1, 0x4000, 0xFFFF):
         x = (ends[:1].view(torch.int32) + (fraction << 5)).view(FP32).expand(1 << 16)
-        found = second_in_8_bits(x, DRAWS)
-        assert [int((found == end).sum()) for end in (code, code + 1)] == [(1 << 16) - fraction, fraction]
+        assert_rounded_up(second_in_8_bits(x, DRAWS), code, code + 1, fraction)
 
 
 @pytest.mark.parametrize(("code", "v"), [(0, 1.0), (15, 3.0), (16, 4.0), (77, 1e-9), (126, 2.0**-40)])
@@ -188,9 +128,7 @@ def test_8_bits_of_m_are_rounded_up_by_as_many_draws_as_the_fraction(code: int, 
     for sign, fraction in itertools.product((0, 128), (1, 0x4000, 0xFFFF)):
         offset = torch.tensor([(16 * 123 + code << 19) + (fraction << 3)], dtype=torch.int32).view(FP32)
         m = ((offset - 1 / 16) * scale * (-1 if sign else 1)).expand(1 << 16)
-        found = first_in_8_bits(m, ones, DRAWS)
-        counts = [int((found == end).sum()) for end in (code | sign, code + 1 | sign)]
-        assert counts == [(1 << 16) - fraction, fraction]
+        assert_rounded_up(first_in_8_bits(m, ones, DRAWS), code | sign, code + 1 | sign, fraction)
 
 
 def test_8_bits_have_ends_and_neither_a_zero_v_nor_a_nan_a_sign() -> None:

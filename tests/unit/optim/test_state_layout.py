@@ -12,15 +12,7 @@ from gptpar.optim.state_layout import CompactVector, StateLayout
 RANGES = [GroupRange(0, 100, 0), GroupRange(128, 200, 1), GroupRange(256, 400, 0), GroupRange(448, 460, 2)]
 
 
-def test_one_update_has_vectors_as_long_as_the_weights() -> None:
-    layout = StateLayout(RANGES, [ADAMW] * 3, 512)
-    assert layout.lengths == {"exp_avg": 512, "exp_avg_sq": 512}
-    vector = torch.arange(512)
-    assert torch.equal(layout.view("exp_avg_sq", vector, 130, 300), vector[130:300])
-    assert StateLayout([], [ADAMW], 64).lengths == {"exp_avg": 64, "exp_avg_sq": 64}
-
-
-def test_a_state_of_some_groups_has_their_elements_alone() -> None:
+def test_a_state_has_the_elements_of_groups_that_keep_it_alone() -> None:
     layout = StateLayout(RANGES, [ADAMW, MUON, MUON], 512)
     assert layout.lengths == {"exp_avg": 512, "exp_avg_sq": 128 + 144}
     vector = torch.arange(272)
@@ -29,6 +21,9 @@ def test_a_state_of_some_groups_has_their_elements_alone() -> None:
     assert torch.equal(layout.view("weights", torch.arange(512), 128, 200), torch.arange(128, 200))
     with pytest.raises(AssertionError):
         layout.view("exp_avg_sq", vector, 130, 140)
+    assert StateLayout(RANGES, [LION, MUON, ADAMW], 512).lengths == {"exp_avg": 512, "exp_avg_sq": 12}
+    for ranges in (RANGES, []):
+        assert StateLayout(ranges, [ADAMW] * 3, 512).lengths == {"exp_avg": 512, "exp_avg_sq": 512}
 
 
 def test_padding_between_neighbours_stays_and_runs_begin_at_blocks() -> None:
@@ -38,9 +33,3 @@ def test_padding_between_neighbours_stays_and_runs_begin_at_blocks() -> None:
     assert others.length == 128 + 12
     assert torch.equal(others.view(torch.arange(140), 448, 460), torch.arange(128, 140))
     assert CompactVector(RANGES, {7}, 512).length == 0
-
-
-def test_states_of_different_updates_are_apart() -> None:
-    layout = StateLayout(RANGES, [LION, MUON, ADAMW], 512)
-    assert layout.lengths["exp_avg_sq"] == 12
-    assert layout.lengths["exp_avg"] == 512

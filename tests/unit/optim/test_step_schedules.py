@@ -21,16 +21,8 @@ LR = 3e-4
 Rates = Iterator[float]
 
 
-def log_share(i: int, n: int) -> float:
-    return math.log(i + 1) / math.log(n)
-
-
-def linear_share(i: int, n: int) -> float:
-    return i / n
-
-
 def warmed(i: int, kind: str, n: int) -> float:
-    return {"log": log_share, "linear": linear_share}[kind](i, n)
+    return math.log(i + 1) / math.log(n) if kind == "log" else i / n
 
 
 def stepped(value: Callable[[int], float], before: float) -> Rates:
@@ -117,15 +109,13 @@ def file_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "optimizer": optimizer, "scheduler": {"type": kind, "params": params}}
 
 
-def of_a_run(tmp_path: Path, kind: str, params: dict[str, Any], train_iters: int = STEPS) -> Any:
+def of_a_run(tmp_path: Path, kind: str, params: dict[str, Any], *more: str, samples: int = STEPS * 8) -> Any:
     """The schedule of ``gptpar pretrain``, and the samples of a step."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(file_of(kind, params)))
-    flags = (
-        f"--preset 124M --train-iters {train_iters} --mock-data --vocab-size 100 --deepspeed --deepspeed_config {path}"
-    )
-    config, _ = resolve(parse_flags(flags.split()), 4)
-    return make_schedule(config, train_iters * 8), config.batch.global_batch_size
+    flags = f"--preset 124M --train-iters {STEPS} --mock-data --vocab-size 100 --deepspeed --deepspeed_config {path}"
+    config, _ = resolve(parse_flags([*flags.split(), *more]), 4)
+    return make_schedule(config, samples), config.batch.global_batch_size
 
 
 def of_an_engine(kind: str, params: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -172,11 +162,8 @@ def test_a_cycles_betas_go_against_its_rate(tmp_path: Path) -> None:
 
 
 def test_a_growing_batch_counts_steps_not_samples(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(file_of("WarmupLR", {"warmup_num_steps": 6, "warmup_type": "linear"})))
-    flags = f"--preset 124M --train-iters 20 --mock-data --vocab-size 100 --deepspeed --deepspeed_config {path}"
-    sizes = "--step-batch-size-schedule 0:8 32768:16"
-    config, _ = resolve(parse_flags([*flags.split(), *sizes.split(maxsplit=1)]), 4)
-    schedule = make_schedule(config, 4 * 8 + 16 * 16)
+    params = {"warmup_num_steps": 6, "warmup_type": "linear"}
+    growing = "--step-batch-size-schedule", "0:8 32768:16"
+    schedule, _ = of_a_run(tmp_path, "WarmupLR", params, *growing, samples=4 * 8 + 16 * 16)
     starts = [0, 8, 16, 24, 32, 48, 64, 80]
     assert [schedule.learning_rate(at) / LR * 6 for at in starts] == pytest.approx([0, 0, 1, 2, 3, 4, 5, 6])

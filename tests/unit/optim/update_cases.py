@@ -1,6 +1,7 @@
 """What an update is tried on: every bit pattern, edges, and usual numbers."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -8,6 +9,7 @@ from gptpar.optim import elementwise
 from gptpar.optim.adam_update import AdamHyperparameters, UpdateNumbers, change
 from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import divisor_on_device
+from gptpar.optim.rounded_states import in_formats
 from gptpar.optim.torch_kernels import step_numbers
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +42,11 @@ def cases() -> list[list[torch.Tensor]]:
     usual = [torch.randn(10_007, generator=generator) for _ in range(4)]
     usual[2] = usual[2].square()
     return [drawn, edge_cases(), usual]
+
+
+def kept(m: torch.Tensor, v: torch.Tensor, formats: Sequence[torch.dtype]) -> list[torch.Tensor]:
+    """Moments in stored number formats, rounded to nearest but for ties."""
+    return list(in_formats(m, v, formats, torch.full((len(m),), 0x80008000 - 2**32, dtype=torch.int32)))
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -101,14 +101,15 @@ def test_strangers_folders_are_left_alone(tmp_path: Path) -> None:
         engine.load_checkpoint(run)
 
 
-@pytest.mark.parametrize("name", ["best.pt", "last.ckpt", "pytorch_model.bin", "det_state_dict_rank0.pth"])
-def test_a_file_that_a_program_saves_beside_its_checkpoints(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).write_bytes(b"theirs")
+def test_files_that_a_program_saves_beside_its_checkpoints(tmp_path: Path) -> None:
+    names = ("best.pt", "last.ckpt", "pytorch_model.bin", "det_state_dict_rank0.pth")
+    for name in names:
+        (tmp_path / name).write_bytes(b"theirs")
     engine, loaded = make(mlp(0)), make(mlp(1))
     engine.save_checkpoint(tmp_path)
     loaded.load_checkpoint(tmp_path)
     assert_same(state(loaded), state(engine))
-    assert (tmp_path / name).read_bytes() == b"theirs"
+    assert all((tmp_path / name).read_bytes() == b"theirs" for name in names)
 
 
 def test_in_the_middle_of_a_step(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What cannot be right is refused with a sentence, on every rank; nothing hangs, nothing is wrong in silence."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,6 @@ from tests.any_module.layouts import each_of
 from tests.any_module.matrix import Bench
 from tests.any_module.on_rank import said
 from tests.any_module.reference import Trace, reference
-from tests.any_module.scenarios.failing import loss_of
 from tests.any_module.zoo import Mlp
 from tests.spawn import RanksFailed
 
@@ -76,19 +75,21 @@ def frozen_or_thawed_during_accumulation(setup: Setup, trains: bool) -> None:
     finish(training, 1)
 
 
+frozen = partial(frozen_or_thawed_during_accumulation, trains=False)
+thawed = partial(frozen_or_thawed_during_accumulation, trains=True)
 ACTS: dict[Callable[[Setup], None], str] = {
     graph_of_the_gradient: "create_graph",
     graph_of_the_gradient_outside: "create_graph|engine.backward",
-    partial(
-        frozen_or_thawed_during_accumulation, trains=False
-    ): "requires_grad.*blocks.1.up|blocks.1.up.*requires_grad",
-    partial(frozen_or_thawed_during_accumulation, trains=True): "requires_grad.*blocks.1|blocks.1.*requires_grad",
+    frozen: "requires_grad.*blocks.1.up|blocks.1.up.*requires_grad",
+    thawed: "requires_grad.*blocks.1|blocks.1.*requires_grad",
 }
 
 
-def assert_told(found: list[str], sentence: str) -> None:
-    """Every rank says so."""
-    assert all(re.search(sentence, text, re.DOTALL) for text in found), found
+def assert_told(found: list[list[str]], sentences: Iterable[str]) -> None:
+    """Every rank says these sentences."""
+    for told in found:
+        for text, sentence in zip(told, sentences, strict=True):
+            assert re.search(sentence, text, re.DOTALL), told
 
 
 def in_training(rank: int, setup: Setup) -> list[str]:
@@ -97,10 +98,7 @@ def in_training(rank: int, setup: Setup) -> list[str]:
 
 @each_of(SETUPS)
 def test_in_training(new_ranks: Bench, setup: Setup) -> None:
-    for of_act, sentence in zip(
-        zip(*new_ranks.on_ranks(setup.world, in_training, setup), strict=True), ACTS.values(), strict=True
-    ):
-        assert_told(of_act, sentence)
+    assert_told(new_ranks.on_ranks(setup.world, in_training, setup), ACTS.values())
 
 
 # Models that initialize does not take.
@@ -120,24 +118,21 @@ def renormalising() -> nn.Module:
     return model
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "ddp": (lambda: DistributedDataParallel(Mlp()), "DistributedDataParallel"),
-    "ddp_inside": (Inside, "blocks.1.*DistributedDataParallel"),
-    "max_norm": (renormalising, "table has max_norm.*None"),
-    "scripted": (lambda: torch.jit.script(Mlp()), "ScriptModule.*before scripting"),
+MODELS: dict[Callable[[], nn.Module], str] = {
+    lambda: DistributedDataParallel(Mlp()): "DistributedDataParallel",
+    Inside: "blocks.1.*DistributedDataParallel",
+    renormalising: "table has max_norm.*None",
+    lambda: torch.jit.script(Mlp()): "ScriptModule.*before scripting",
 }
 
 
 def at_initialize(rank: int, setup: Setup) -> list[str]:
-    return [said(rank, Training, Case(name, build), setup) for name, (build, _) in MODELS.items()]
+    return [said(rank, Training, Case("refused", build), setup) for build in MODELS]
 
 
 @each_of([Setup(1, 0), Setup(2, 3, 0.6)])
 def test_at_initialize(bench: Bench, setup: Setup) -> None:
-    for of_model, (_, sentence) in zip(
-        zip(*bench.on_ranks(setup.world, at_initialize, setup), strict=True), MODELS.values(), strict=True
-    ):
-        assert_told(of_model, sentence)
+    assert_told(bench.on_ranks(setup.world, at_initialize, setup), MODELS.values())
 
 
 # Ranks that do different things: each says so, in time.
@@ -162,7 +157,7 @@ def other_orders(setup: Setup, orders: list[list[int]]) -> None:
 )
 def test_ranks_that_run_different_blocks(new_ranks: Bench, orders: list[list[int]]) -> None:
     found = new_ranks.on_ranks(2, said, other_orders, Setup(2, 3, 0.6), orders)
-    assert_told(found, r"(?=.*rank)(?=.*blocks\.[12])")
+    assert all(re.search(r"(?=.*rank)(?=.*blocks\.[12])", told, re.DOTALL) for told in found), found
 
 
 class FailsAlone(Training):
@@ -173,7 +168,7 @@ class FailsAlone(Training):
     def before_micro_batch(self, step: int, micro: int) -> None:
         if (step, micro) == (2, 0) and self.rank == self.setup.world - 1:
             with self.model.expected(self.failing_in, torch.OutOfMemoryError):
-                self.engine.backward(loss_of(self.engine, self.make_batch(step, micro)))
+                self.engine.backward(self.loss_of(step, micro))
 
 
 class BackwardFailsAlone(FailsAlone):
@@ -216,7 +211,7 @@ def other_models(setup: Setup) -> None:
 
 
 def test_ranks_with_different_models(new_ranks: Bench) -> None:
-    assert_told(new_ranks.on_ranks(2, said, other_models, Setup(2, 3)), "rank")
+    assert all("rank" in told for told in new_ranks.on_ranks(2, said, other_models, Setup(2, 3)))
 
 
 # Either right, or refused with the parameter's name.

@@ -97,22 +97,14 @@ class BlocksByStep(Mlp):
         return self.last(x)
 
 
-def in_changing_order(model: Model, batch: Batch) -> torch.Tensor:
-    """The same order on all ranks, another one in each step."""
-    order = [[0, 1, 2], [2, 0, 1], [1, 0, 2], [2, 1, 0]][batch["step"] % 4]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
+def in_orders(*orders: list[int], by_micro_batch: bool = False) -> Callable[[Model, Batch], torch.Tensor]:
+    """The same order on all ranks, another one in each step, or in each micro-batch, too."""
 
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        number = batch["step"] + by_micro_batch * batch["micro"]
+        return F.mse_loss(model(batch["x"], orders[number % len(orders)]), batch["y"])
 
-def unused_in_some_steps(model: Model, batch: Batch) -> torch.Tensor:
-    """A block rests now and then, once before it was ever used."""
-    order = [[0, 1], [0, 1, 2], [2], [0, 2]][batch["step"] % 4]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
-
-
-def unused_in_some_micro_batches(model: Model, batch: Batch) -> torch.Tensor:
-    """A block rests in one of the micro-batches of a step."""
-    order = [[0, 1, 2], [0, 2], [1, 2]][(batch["step"] + batch["micro"]) % 3]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
+    return loss
 
 
 def in_two_calls(model: Model, batch: Batch) -> torch.Tensor:
@@ -121,16 +113,12 @@ def in_two_calls(model: Model, batch: Batch) -> torch.Tensor:
     return F.mse_loss(first, batch["y"]) + 0.3 * F.mse_loss(second, batch["x"])
 
 
-def frozen(*parts: str) -> Callable[[], nn.Module]:
+def frozen(*parts: str) -> nn.Module:
     """An MLP in which these parts are not trained."""
-
-    def make() -> nn.Module:
-        model = Mlp()
-        for part in parts:
-            model.get_submodule(part).requires_grad_(False)
-        return model
-
-    return make
+    model = Mlp()
+    for part in parts:
+        model.get_submodule(part).requires_grad_(False)
+    return model
 
 
 class WiderBlock(Block):
@@ -248,12 +236,17 @@ PARAMETERS = [
     Case("parameter_used_twice_recomputed", partial(UsedTwiceRecomputed, False)),
     Case("parameter_used_twice_recomputed_reentrant", partial(UsedTwiceRecomputed, True)),
     Case("odd_parameters", OddParameters),
-    Case("block_unused_in_some_steps", BlocksByStep, loss=unused_in_some_steps),
-    Case("block_unused_in_some_micro_batches", BlocksByStep, loss=unused_in_some_micro_batches),
-    Case("changing_order", BlocksByStep, loss=in_changing_order),
+    Case("changing_order", BlocksByStep, loss=in_orders([0, 1, 2], [2, 0, 1], [1, 0, 2], [2, 1, 0])),
+    # A block rests now and then, once before it was ever used; and in one of the micro-batches of a step.
+    Case("block_unused_in_some_steps", BlocksByStep, loss=in_orders([0, 1], [0, 1, 2], [2], [0, 2])),
+    Case(
+        "block_unused_in_some_micro_batches",
+        BlocksByStep,
+        loss=in_orders([0, 1, 2], [0, 2], [1, 2], by_micro_batch=True),
+    ),
     Case("two_calls_before_one_backward", partial(BlocksByStep, blocks=4), loss=in_two_calls),
-    Case("frozen_block", frozen("blocks.1")),  # gradients pass through it
-    Case("frozen_beginning", frozen("first", "blocks.0")),  # no gradient reaches it
+    Case("frozen_block", partial(frozen, "blocks.1")),  # gradients pass through it
+    Case("frozen_beginning", partial(frozen, "first", "blocks.0")),  # no gradient reaches it
     Case("mixed_fp64_fp32", partial(MixedDtypes, torch.float64, torch.float32), tolerance=NORM_OF_FP32),
     Case("mixed_bf16_fp32", partial(MixedDtypes, torch.bfloat16, torch.float32), tolerance=SOME_BF16_ROUNDINGS),
     Case("buffers", Buffers),

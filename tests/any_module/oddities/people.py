@@ -90,10 +90,6 @@ class Experts(nn.Module):
         return x + out
 
 
-def experts_in_blocks() -> nn.Module:
-    return nn.Sequential(Experts(), Experts())
-
-
 class Reversed(torch.autograd.Function):
     """Computes its inputs from its outputs, and gradients by nested backward passes."""
 
@@ -175,7 +171,7 @@ PEOPLE = [
     Case("packed_sequences", PackedSequences, tokens, next_token),
     Case("gradient_penalty", Mlp, loss=gradient_penalty),
     Case("learns_within_its_forward", LearnsWithin, loss=lambda m, b: F.mse_loss(m(b["x"], b["y"]), b["y"])),
-    Case("experts_chosen_by_data", experts_in_blocks),
+    Case("experts_chosen_by_data", lambda: nn.Sequential(Experts(), Experts())),
     Case("reversible_blocks", reversible),
     Case("sparse_embeddings", SparseEmbeddings, tokens, next_token),
     Case("scripted_parts", Scripted),

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.any_module.case import Batch, Case, Model
+from tests.any_module.case import Case
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
-from tests.any_module.scenarios.beside import TrainsByBatch
+from tests.any_module.scenarios.beside import TrainsByBatch, loss_inside
 from tests.any_module.zoo import Mlp
 
 
@@ -35,19 +36,9 @@ class Raises(Mlp):
     def expected(self, failing_in: str, error: type[Exception]) -> Iterator[None]:
         """A context in which the model fails, and the error reaches the user."""
         self.failing_in, self.error = failing_in, error
-        try:
+        with pytest.raises(error, match="as it was told to"):
             yield
-        except error as raised:
-            assert str(raised) == "as it was told to"
-        else:
-            raise AssertionError("the model's exception is lost")
-        finally:
-            self.failing_in = ""
-
-
-def loss_of(model: Model, batch: Batch) -> torch.Tensor:
-    """The model's own."""
-    return model(batch["x"], batch["y"])
+        self.failing_in = ""
 
 
 class ForwardFails(Training):
@@ -70,9 +61,9 @@ class BackwardFails(ForwardFails):
         if (step, micro) not in self.failing_at:
             return
         with self.model.expected("backward", torch.OutOfMemoryError):
-            self.engine.backward(loss_of(self.engine, self.make_batch(step, micro)))
+            self.engine.backward(loss_inside(self.engine, self.make_batch(step, micro)))
         for again in range(micro):
-            self.engine.backward(loss_of(self.engine, self.make_batch(step, again)))
+            self.engine.backward(loss_inside(self.engine, self.make_batch(step, again)))
             self.engine.step()
 
 
@@ -89,7 +80,7 @@ class TrainBatchFails(TrainsByBatch):
 
 
 FAILING = [
-    Case("exception_in_forward", Raises, loss=loss_of, training=ForwardFails, micro_batches=2),
-    Case("out_of_memory_in_backward", Raises, loss=loss_of, training=BackwardFails, micro_batches=2),
-    Case("out_of_memory_in_train_batch", Raises, loss=loss_of, training=TrainBatchFails, micro_batches=2),
+    Case("exception_in_forward", Raises, loss=loss_inside, training=ForwardFails, micro_batches=2),
+    Case("out_of_memory_in_backward", Raises, loss=loss_inside, training=BackwardFails, micro_batches=2),
+    Case("out_of_memory_in_train_batch", Raises, loss=loss_inside, training=TrainBatchFails, micro_batches=2),
 ]

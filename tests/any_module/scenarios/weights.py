@@ -1,5 +1,6 @@
 """The user writes and reads the model's weights, or closes an engine and trains the module in another one."""
 
+import pytest
 import torch
 
 from gptpar.errors import GptparError
@@ -81,12 +82,8 @@ class ClosesInAStep(Training):
 
     def _assert_closed(self, batch: Batch) -> None:
         for act in (lambda: self.engine(batch["x"]), lambda: self.engine.backward(self.loss), self.engine.step):
-            try:
+            with pytest.raises(GptparError, match="the engine is closed"):
                 act()
-            except GptparError as error:
-                assert "the engine is closed" in str(error), error
-            else:
-                raise AssertionError("a closed engine trains")
 
 
 WEIGHTS = [

@@ -1,55 +1,45 @@
 """Loops with two engines, whose losses lead through each other's modules, against the same loop in plain torch."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import gptpar
-from tests.any_module.case import SAMPLES, Setup, make_optimizer
+from tests.any_module.case import SAMPLES, WIDTH, Setup, fp64, make_optimizer
 from tests.any_module.cases import CASES
 from tests.any_module.layouts import each_of
 from tests.any_module.matrix import Bench
+from tests.any_module.oddities.flow import Recomputed
 from tests.any_module.on_rank import said
 from tests.any_module.reference import Named, assert_weights, copy_of_weights
+from tests.any_module.zoo import Mlp
 
-STEPS, NOISE, WIDTH, TOLERANCE = 4, 6, 8, 1e-10
+STEPS, TOLERANCE = 4, 1e-10
 SETUPS = [Setup(1, 3, 0.6), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2, 0.6), Setup(2, 3)]
 
 
-class Net(nn.Module):
-    """Blocks in a list, so that each is a unit; ``recomputes``: their activations are computed again."""
-
-    def __init__(self, first: int, last: int, recomputes: bool = False):
-        super().__init__()
-        self.first, self.last, self.recomputes = nn.Linear(first, WIDTH), nn.Linear(WIDTH, last), recomputes
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
-        return self.last(x)
-
-
-def networks(recomputes: bool) -> tuple[Net, Net]:
-    """(generator, discriminator), the same values at every call."""
-    torch.manual_seed(0)
-    return Net(NOISE, WIDTH, recomputes).double(), Net(WIDTH, 1, recomputes).double()
+def networks(recomputes: bool) -> tuple[nn.Module, nn.Module]:
+    """(generator, discriminator), the same values at every call; ``recomputes``: their activations are."""
+    with fp64():
+        torch.manual_seed(0)
+        build = partial(Recomputed, reentrant=False) if recomputes else Mlp
+        return build(), build()
 
 
 def batch_of(step: int, rows: slice) -> tuple[Tensor, Tensor]:
     """(real samples, noise)"""
     generator = torch.Generator().manual_seed(step)
-    draw = torch.randn(2 * SAMPLES, WIDTH + NOISE, generator=generator, dtype=torch.float64)[rows]
-    return draw[:, :WIDTH], draw[:, WIDTH:]
+    real, noise = torch.randn(2, 2 * SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return real[rows], noise[rows]
 
 
-def score(logits: Tensor, real: bool) -> Tensor:
+def score(scores: Tensor, real: bool) -> Tensor:
+    logits = scores.mean(1)
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
 

@@ -242,16 +242,17 @@ def test_meta_of_a_stranger(tmp_path: Path) -> None:
     meta = load_meta(tmp_path)
     tensors = read_tensors(tmp_path / "iter_0000000")
     before = state(engine)
-    wrong = {
-        "counts": {"global_steps": -1},
-        "groups": [3],
-        "scheduler": "no",
-        "loss_scale": {"value": "1"},
-        "client": 1,
-    }
-    for number, (name, value) in enumerate(wrong.items(), 1):
-        changed = {**meta, name: value, "client": {"__python__": "code", "values": []} if name == "client" else None}
-        gptpar.checkpoint.save_checkpoint(tmp_path / name, number, tensors, changed)
-        with pytest.raises(CheckpointError, match="code" if name == "client" else f"{name} is"):
-            engine.load_checkpoint(tmp_path / name)
+    kinds = (("code", []), ("tensor", "client/0"), ("dict", [[[1], 2]]), ("dtype", "load"))
+    wrong = [
+        ("counts", {"global_steps": -1}, "counts is"),
+        ("groups", [3], "groups is"),
+        ("scheduler", "no", "scheduler is"),
+        ("loss_scale", {"value": "1"}, "loss_scale is"),
+        *(("client", {"__python__": kind, "values": values}, f"__python__.*{kind}") for kind, values in kinds),
+    ]
+    for number, (name, value, sentence) in enumerate(wrong, 1):
+        folder = tmp_path / str(number)
+        gptpar.checkpoint.save_checkpoint(folder, number, tensors, {**meta, "client": None, name: value})
+        with pytest.raises(CheckpointError, match=sentence):
+            engine.load_checkpoint(folder)
     assert_same(state(engine), before)

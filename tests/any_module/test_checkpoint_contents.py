@@ -164,7 +164,7 @@ def test_groups_go_on_with_their_numbers(tmp_path: Path) -> None:
     model = mlp()
     saved = make(model, groups=two(model))
     train(saved, 0, 1)
-    saved.optimizer.param_groups[1]["lr"] = 0.125
+    saved.optimizer.param_groups[1]["lr"] = torch.tensor(0.125)  # is saved as the number
     saved.save_checkpoint(tmp_path)
     model = mlp(7)
     loaded = make(model, groups=two(model))

@@ -63,10 +63,6 @@ def one_group(model: nn.Module) -> Any:
     return model.parameters()
 
 
-def nothing(model: nn.Module) -> None:
-    """Default of :attr:`Case.prepare`."""
-
-
 @dataclass(frozen=True)
 class Case:
     """A tiny model with its data and its loss.
@@ -80,8 +76,6 @@ class Case:
         groups: what is given as ``model_parameters``: parameters, or groups with rates of their own.
         client: the user makes the optimizer (torch.optim.AdamW over ``groups``) and passes that.
         schedule: step -> factor of all rates, for a LambdaLR that the user makes.
-        prepare: what the user does to the model after ``initialize``.
-        synchronised: the reference is DistributedDataParallel of the same size (BatchNorm).
         training: makes another :class:`~tests.any_module.harness.Training`, whose user does more than train.
         micro_batches: the fewest of a step that the case needs to be what its name says.
         resumed: another layout trains the first half and saves; see :attr:`Setup.saved_by`.
@@ -96,8 +90,6 @@ class Case:
     groups: Callable[[nn.Module], Any] = one_group
     client: bool = False
     schedule: Callable[[int], float] | None = None
-    prepare: Callable[[nn.Module], None] = nothing
-    synchronised: bool = False
     training: Callable[..., Any] | None = None
     micro_batches: int = 1
     resumed: bool = False
@@ -105,7 +97,7 @@ class Case:
 
     def make_model(self, seed: int = 0) -> nn.Module:
         """The same values at every call with one seed."""
-        with _fp64():
+        with fp64():
             torch.manual_seed(seed)
             return self.build().train()
 
@@ -148,21 +140,25 @@ class Setup:
         return ", ".join(words) + (f" from {self.saved_by}" if self.saved_by else "")
 
     def config(self, case: Case) -> dict[str, Any]:
-        """As a DeepSpeed user writes it."""
-        zero: dict[str, Any] = {"stage": self.stage}
-        if self.ratio:
-            zero["offload_optimizer"] = {"device": "cpu", "ratio": self.ratio}
-        config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": SAMPLES,
-            "gradient_accumulation_steps": self.accumulation,
-            "gradient_clipping": self.clip,
-            "zero_optimization": zero,
-            "steps_per_print": 10**9,
-        }
-        if not case.client:
-            params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
-            config["optimizer"] = {"type": "AdamW", "params": params}
+        """For :func:`gptpar.initialize`."""
+        config = engine_config(self.stage, self.ratio, self.accumulation, gradient_clipping=self.clip)
+        if case.client:
+            del config["optimizer"]
         return config
+
+
+def engine_config(stage: int = 0, ratio: float = 0.0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    """As a DeepSpeed user writes it; ``ratio``: the share of the optimizer on the CPU."""
+    params = {"lr": LR, "betas": list(BETAS), "eps": EPS, "weight_decay": DECAY}
+    offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}} if ratio else {}
+    return {
+        "train_micro_batch_size_per_gpu": SAMPLES,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": {"stage": stage, **offload},
+        "steps_per_print": 10**9,
+        **more,
+    }
 
 
 def make_optimizer(parameters: Any) -> torch.optim.AdamW:
@@ -178,7 +174,8 @@ def by_name(cases: Sequence[Case]) -> dict[str, Case]:
 
 
 @contextmanager
-def _fp64() -> Iterator[None]:
+def fp64() -> Iterator[None]:
+    """It is the default dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:

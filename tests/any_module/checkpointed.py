@@ -9,11 +9,11 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR, OneCycl
 
 import gptpar
 from gptpar.deepspeed.engines.engine import ModuleEngine
+from tests.any_module.case import engine_config
 from tests.any_module.zoo import Mlp
 
-ADAM = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True, "loss_scale": 0}}}
-LAYOUTS = {"ZeRO-0": (0, 0.0), "ZeRO-3, CPU 0.6": (3, 0.6), "ZeRO-2, CPU 1": (2, 1.0)}
+LAYOUTS = ("ZeRO-0", "ZeRO-3, CPU 0.6", "ZeRO-2, CPU 1")
 
 
 def make(
@@ -22,25 +22,15 @@ def make(
     *,
     precision: str = "fp32",
     accumulation: int = 1,
+    host_parameters: bool = False,
     groups: Any = None,
     scheduler: Any = None,
     **more: Any,
 ) -> ModuleEngine:
-    stage, ratio = LAYOUTS[layout]
-    zero: dict[str, Any] = {"stage": stage}
-    if ratio:
-        zero["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
-    if more.pop("host_parameters", False):
-        zero["offload_param"] = {"device": "cpu"}
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": ADAM,
-        "zero_optimization": zero,
-        "steps_per_print": 10**9,
-        **PRECISIONS[precision],
-        **more,
-    }
+    stage, _, ratio = layout.removeprefix("ZeRO-").partition(", CPU ")
+    config = engine_config(int(stage), float(ratio or 0), accumulation, **PRECISIONS[precision], **more)
+    if host_parameters:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu"}
     return gptpar.initialize(model=model, config=config, model_parameters=groups, lr_scheduler=scheduler)[0]
 
 
@@ -75,6 +65,15 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
+
+
+def assert_go_on_alike(loaded: ModuleEngine, saved: ModuleEngine, start: int, stop: int) -> None:
+    """They have one state, and so they do after further steps, to the bit; closes both."""
+    assert_same(state(loaded), state(saved))
+    assert train(loaded, start, stop) == train(saved, start, stop)
+    assert_same(state(loaded), state(saved))
+    loaded.close()
+    saved.close()
 
 
 def warmed(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -41,39 +41,28 @@ def problems(found: Deviations, tolerance: float) -> str:
 
 
 def _all(got: Trace, wanted: Trace) -> Iterator[tuple[str, Deviation]]:
-    for kind, mine, theirs in (("loss", got.losses, wanted.losses), ("norm", got.norms, wanted.norms)):
-        for step, pair in enumerate(_pairs(mine, theirs)):
-            yield kind, Deviation(_relative(*map(_tensor, pair)), step)
-    for kind, named, references in (
+    for kind, mine, theirs in (
+        ("loss", _named(got.losses), _named(wanted.losses)),
+        ("norm", _named(got.norms), _named(wanted.norms)),
         ("gradient", got.gradients, wanted.gradients),
         ("weight", got.weights, wanted.weights),
         ("buffer", [got.buffers], [wanted.buffers]),
     ):
-        for step, (one, other) in enumerate(_pairs(named, references)):
-            yield from ((kind, Deviation(size, step, name)) for name, size in _of_names(one, other))
+        assert len(mine) == len(theirs), f"{len(mine)} steps against {len(theirs)}"
+        for step, (one, other) in enumerate(zip(mine, theirs, strict=True)):
+            for name in one | other:
+                yield kind, Deviation(_relative(one.get(name), other.get(name)), step, name)
 
 
-def _pairs(mine: list, theirs: list) -> Iterator[tuple]:
-    assert len(mine) == len(theirs), f"{len(mine)} steps against {len(theirs)}"
-    return zip(mine, theirs, strict=True)
+def _named(numbers: list[float]) -> list[Named]:
+    return [{"": torch.tensor(number, dtype=torch.float64)} for number in numbers]
 
 
-def _of_names(got: Named, wanted: Named) -> Iterator[tuple[str, float]]:
-    for name in [*wanted, *(name for name in got if name not in wanted)]:
-        yield name, _relative(got[name], wanted[name]) if name in got and name in wanted else float("inf")
-
-
-def _tensor(number: float) -> Tensor:
-    return torch.tensor(number, dtype=torch.float64)
-
-
-def _relative(got: Tensor, wanted: Tensor) -> float:
-    if got.shape != wanted.shape:
+def _relative(got: Tensor | None, wanted: Tensor | None) -> float:
+    if got is None or wanted is None or got.shape != wanted.shape:
         return float("inf")
-    if not wanted.numel():
+    if not wanted.numel() or torch.equal(got, wanted):
         return 0.0
     difference = (got.double() - wanted.double()).abs().max().item()
     largest = wanted.double().abs().max().item()
-    if difference == 0:
-        return 0.0
     return difference / largest if largest and difference < float("inf") else float("inf")

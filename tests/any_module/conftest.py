@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.any_module.matrix import Bench
-from tests.spawn import RankPool
 
 
 @pytest.fixture(scope="session")
@@ -22,9 +21,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if any(family in item.name for family in ("gpt2", "llama")):
                 item.add_marker(pytest.mark.skip(reason="needs transformers"))
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, RankPool]]:
-    with RankPool(1) as one, RankPool(2) as two, RankPool(4) as four:
-        yield {1: one, 2: two, 4: four}

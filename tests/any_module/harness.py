@@ -11,12 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from tests.any_module.case import Batch, Case, Setup, make_optimizer
 from tests.any_module.compare import Deviations, deviations
-from tests.any_module.reference import (
-    Trace,
-    copy_of_buffers,
-    copy_of_weights,
-    mean_over_ranks,
-)
+from tests.any_module.reference import Named, Trace, copy_of_buffers, copy_of_weights, mean_over_ranks
 
 GPTPAR = "gptpar:initialize"
 """What is proved."""
@@ -42,7 +37,6 @@ class Training:
         self.model = case.make_model(seed)
         self.trainable = [name for name, p in self.model.named_parameters() if p.requires_grad]
         self.engine, self.optimizer, _, self.scheduler = self._initialize(initializer(engine))
-        case.prepare(self.model)
 
     def _initialize(self, initialize: Callable[..., Any]) -> Any:
         case, groups = self.case, self.case.groups(self.model)
@@ -64,8 +58,7 @@ class Training:
             loss = sum(self._micro_batch(step, micro) for micro in range(self.setup.accumulation))
             self.trace.losses.append(mean_over_ranks(loss))
             self.trace.norms.append(float(self.engine.get_global_grad_norm()))
-            with self.engine.gathered():
-                self.trace.weights.append(copy_of_weights(self.model))
+            self.trace.weights.append(self.weights())
             self.after_step(step)
         self.trace.buffers = copy_of_buffers(self.model)
         return self.trace
@@ -87,6 +80,16 @@ class Training:
         """This rank's."""
         return self.case.make_batch(step, micro, self.rank, self.setup.world)
 
+    def loss_of(self, step: int, micro: int = 0) -> torch.Tensor:
+        """The engine's only loss of a micro-batch."""
+        (loss,) = self.case.losses_of(self.engine, self.make_batch(step, micro))
+        return loss
+
+    def weights(self) -> Named:
+        """Whole ones, on each rank."""
+        with self.engine.gathered():
+            return copy_of_weights(self.model)
+
     def backward(self, loss: torch.Tensor, micro: int) -> None:
         """Of a micro-batch."""
         self.engine.backward(loss)
@@ -104,6 +107,13 @@ class Training:
 
     def _gradient(self, name: str) -> torch.Tensor:
         return self.engine.full_gradient(name).detach().clone()
+
+
+class Alike(Training):
+    """Every rank has the first one's batches, as in :func:`~tests.any_module.reference.weights_of_a_loop`."""
+
+    def make_batch(self, step: int, micro: int) -> Batch:
+        return self.case.make_batch(step, micro, 0, 1)
 
 
 def worst_of_ranks(traces: Sequence[Trace], wanted: Trace) -> Deviations:

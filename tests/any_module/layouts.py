@@ -24,19 +24,23 @@ def fitting(case: Case, setup: Setup) -> Setup:
     """A layout with as many micro-batches as the case needs.
 
     A case that is resumed is saved by the next layout: another number of processes, another stage and another share;
-    all processes together have four micro-batches a step. With statistics of batches the number of processes stays:
-    they normalise what these have.
+    all processes together have four micro-batches a step.
     """
     if not case.resumed:
         return replace(setup, accumulation=max(setup.accumulation, case.micro_batches))
-    world = setup.world if case.synchronised else _next(setup.world, WORLDS)
-    stage, ratio, total = _next(setup.stage, STAGES), _next(setup.ratio, RATIOS), WORLDS[-1]
+    world, stage, ratio = _next(setup.world, WORLDS), _next(setup.stage, STAGES), _next(setup.ratio, RATIOS)
+    total = WORLDS[-1]
     before = replace(setup, world=world, stage=stage, ratio=ratio, accumulation=total // world)
     return replace(setup, accumulation=total // setup.world, saved_by=before)
 
 
 def _next(value: T, values: tuple[T, ...]) -> T:
     return values[(values.index(value) + 1) % len(values)]
+
+
+def each_of(setups: Sequence[Setup]) -> pytest.MarkDecorator:
+    """A test in each of these layouts."""
+    return pytest.mark.parametrize("setup", setups, ids=named)
 
 
 def covering(values: Iterable[Any], setups: Sequence[Setup]) -> list[Any]:

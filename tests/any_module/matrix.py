@@ -47,9 +47,8 @@ class Bench:
         """In plain torch; stage and CPU share play no part."""
         key = name, replace(setup, stage=0, ratio=0.0, saved_by=None)
         if key not in self._references:
-            together = CASES[name].synchronised and setup.world > 1
-            # In a rank in both cases: with another number of threads, sums in fp32 are rounded in another order.
-            self._references[key] = self.on_ranks(setup.world if together else 1, reference_on_rank, *key)[0]
+            # In a rank: with another number of threads, sums in fp32 are rounded in another order.
+            (self._references[key],) = self.on_ranks(1, reference_on_rank, *key)
         return self._references[key]
 
     def deviations(self, name: str, setup: Setup, kind: Kind | None = None) -> Deviations:

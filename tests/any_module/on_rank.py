@@ -7,7 +7,7 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
-from tests.any_module.reference import Trace, reference, reference_of_rank
+from tests.any_module.reference import Trace, reference
 
 TAG, CLIENT = "middle", {"epoch": 3, "words": ["any", None]}
 OTHER_SEED = 7
@@ -60,6 +60,4 @@ def said(rank: int, act: Callable[..., object], *args: Any) -> str:
 
 
 def reference_on_rank(rank: int, name: str, setup: Setup) -> Trace:
-    """The reference of a case: one rank alone has it, or with BatchNorm all ranks together."""
-    case = CASES[name]
-    return reference_of_rank(rank, case, setup) if case.synchronised and setup.world > 1 else reference(case, setup)
+    return reference(CASES[name], setup)

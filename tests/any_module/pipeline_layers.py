@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +14,11 @@ import gptpar
 from gptpar import LayerSpec, PipelineModule, TiedLayerSpec
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import DATA, Mesh
+from tests.any_module.case import engine_config, fp64, make_optimizer
+from tests.any_module.reference import Named, Trace
 
 VOCABULARY, LENGTH, WIDTH, INNER, MICRO_BATCHES, STEPS = 12, 5, 6, 9, 4, 5
-ADAM = {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 CLIP = 0.5
-
-Named = dict[str, torch.Tensor]
 
 
 class Scaled(nn.Module):
@@ -69,18 +68,13 @@ def micro_batch(step: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Divided:
-    """How the layers are divided and trained.
-
-    Attributes:
-        keys: more of the configuration.
-    """
+    """How the layers are divided and trained."""
 
     world: int = 1
     stages: int = 1
     zero: int = 0
     ratio: float = 0.0
     virtual: int = 1
-    keys: dict[str, Any] = field(default_factory=dict, hash=False)
     pipeline: dict[str, Any] = field(default_factory=dict, hash=False)
     offload_param: bool = False
 
@@ -91,31 +85,17 @@ class Divided:
         return ", ".join([*words, *["parameters on the host"] * self.offload_param])
 
     def config(self) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": self.zero}
-        if self.ratio:
-            zero["offload_optimizer"] = {"device": "cpu", "ratio": self.ratio}
+        config = engine_config(
+            self.zero,
+            self.ratio,
+            MICRO_BATCHES * self.stages // self.world,
+            gradient_clipping=CLIP,
+            pipeline={"stages": self.stages, **self.pipeline},
+            gptpar={"virtual_stages": self.virtual},
+        )
         if self.offload_param:
-            zero["offload_param"] = {"device": "cpu"}
-        return {
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": MICRO_BATCHES * self.stages // self.world,
-            "gradient_clipping": CLIP,
-            "optimizer": {"type": "AdamW", "params": ADAM},
-            "zero_optimization": zero,
-            "pipeline": {"stages": self.stages, **self.pipeline},
-            "gptpar": {"virtual_stages": self.virtual},
-            **self.keys,
-        }
-
-
-@dataclass
-class Trace:
-    """What some steps gave, a list entry for each."""
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[Named] = field(default_factory=list)
-    weights: list[Named] = field(default_factory=list)
+            config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        return config
 
 
 def built() -> tuple[list[Any], Named]:
@@ -131,12 +111,12 @@ def built() -> tuple[list[Any], Named]:
 
 
 @functools.cache
-def reference() -> Trace:
+def reference(build: Callable[[], tuple[list[Any], Named]] = built) -> Trace:
     """A plain loop over the layers."""
     with fp64():
-        calls, parameters = built()
+        calls, parameters = build()
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    optimizer = torch.optim.AdamW(trained.values(), **{**ADAM, "betas": tuple(ADAM["betas"])})  # type: ignore[arg-type]
+    optimizer = make_optimizer(trained.values())
     trace = Trace()
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -155,21 +135,25 @@ def reference() -> Trace:
     return trace
 
 
-class fp64:
-    """fp64 is the default dtype."""
-
-    def __enter__(self) -> None:
-        self.before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_default_dtype(self.before)
+def initialize(divided: Divided, model: list[Any] | None = None) -> Any:
+    """An engine for :func:`layers`, or for others."""
+    return gptpar.initialize(model=model or layers(), loss_fn=loss_of, config=divided.config())[0]
 
 
-def data_of(engine: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def data_of(engine: Any, first_step: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """This data-parallel process's micro-batches."""
     mine, dp = engine.topology.position(DATA), engine.topology.mesh.data
-    return (micro_batch(step, place) for step in itertools.count() for place in range(mine, MICRO_BATCHES, dp))
+    steps = itertools.count(first_step)
+    return (micro_batch(step, place) for step in steps for place in range(mine, MICRO_BATCHES, dp))
+
+
+def take_steps(engine: Any, trace: Trace, count: int, names: Sequence[str] = ()) -> None:
+    """Train with the data of the steps after those of the trace, and note losses, norms and these parameters."""
+    data = data_of(engine, len(trace.losses))
+    for _ in range(count):
+        trace.losses.append(engine.train_batch(data).item())
+        trace.norms.append(engine.get_global_grad_norm())
+        trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
 
 
 def parameters_here(engine: Any) -> Named:
@@ -182,19 +166,14 @@ def parameters_here(engine: Any) -> Named:
 def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
     """Some steps, the mean loss of an evaluation of step 0's data, and this process's parameters at the end."""
     with fp64():
-        engine, optimizer, _, _ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=divided.config())
-        trace, names = Trace(), list(reference().weights[0])
+        engine, trace, names = initialize(divided), Trace(), list(reference().weights[0])
 
         def look(*_: object) -> None:
             trace.gradients.append({name: engine.full_gradient(name) for name in names})
 
-        optimizer.register_step_pre_hook(look)
-        data = data_of(engine)
+        engine.optimizer.register_step_pre_hook(look)
         evaluated = engine.eval_batch(data_of(engine)).item()
-        for _ in range(STEPS):
-            trace.losses.append(engine.train_batch(data).item())
-            trace.norms.append(engine.get_global_grad_norm())
-            trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
+        take_steps(engine, trace, STEPS, names)
         mine = parameters_here(engine)
         engine.close()
     return trace, evaluated, mine
@@ -202,16 +181,13 @@ def train(rank: int, divided: Divided) -> tuple[Trace, float, Named]:
 
 def chained(rank: int, each: Sequence[Divided], folder: str) -> Trace:
     """The same number of the steps in each way; each goes on from the checkpoint of the one before."""
-    trace, names = Trace(), list(reference().weights[0])
-    for number, divided in enumerate(each):
+    trace = Trace()
+    for divided in each:
         with fp64():
-            engine, *_ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=divided.config())
-            if number:
+            engine = initialize(divided)
+            if trace.losses:
                 engine.load_checkpoint(folder)
-            data = itertools.islice(data_of(engine), len(trace.losses) * engine.gradient_accumulation_steps(), None)
-            for _ in range(STEPS // len(each)):
-                trace.losses.append(engine.train_batch(data).item())
-                trace.weights.append({name: engine.weights.whole(name, "weights") for name in names})
+            take_steps(engine, trace, STEPS // len(each), list(reference().weights[0]))
             engine.save_checkpoint(folder)
             engine.close()
     return trace
@@ -249,26 +225,26 @@ def counts_of(engine: Any) -> list[tuple[int, float]]:
 
 def counted(rank: int, before: Divided, after: Divided, folder: str) -> list[tuple[int, float]]:
     """:func:`counts_of` after a step in one way and a load in another."""
-    for divided, verb in ((before, "save_checkpoint"), (after, "load_checkpoint")):
-        engine, *_ = gptpar.initialize(model=counting_layers(), loss_fn=loss_of, config=divided.config())
-        if divided is before:
-            engine.train_batch(data_of(engine))
-        getattr(engine, verb)(folder)
-        found = counts_of(engine)
-        engine.close()
+    engine = initialize(before, counting_layers())
+    engine.train_batch(data_of(engine))
+    engine.save_checkpoint(folder)
+    engine.close()
+    engine = initialize(after, counting_layers())
+    engine.load_checkpoint(folder)
+    found = counts_of(engine)
+    engine.close()
     return found
 
 
 def gone_on(rank: int, divided: Divided, folder: str, done: int) -> tuple[Named, list[tuple[int, float]], list[float]]:
     """Load a checkpoint of ``done`` steps: its weights and moments (``KIND/NAME``), its counts, the next 3 losses."""
     with fp64():
-        engine, *_ = gptpar.initialize(model=counting_layers(), loss_fn=loss_of, config=divided.config())
+        engine = initialize(divided, counting_layers())
         engine.load_checkpoint(folder)
         kinds = ("weights", "exp_avg", "exp_avg_sq")
         names = reference().weights[0]
         held = {f"{kind}/{name}": engine.weights.whole(name, kind).clone() for kind in kinds for name in names}
-        counts = counts_of(engine)
-        data = itertools.islice(data_of(engine), done * engine.gradient_accumulation_steps(), None)
+        counts, data = counts_of(engine), data_of(engine, done)
         losses = [engine.train_batch(data).item() for _ in range(3)]
         engine.close()
     return held, counts, losses
@@ -284,13 +260,8 @@ def vectors(dtype: torch.dtype) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def small_config(stages: int, **keys: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "AdamW", "params": ADAM},
-        "pipeline": {"stages": stages, "partition": "uniform"},
-        **keys,
-    }
+    uniform = {"stages": stages, "partition": "uniform"}
+    return engine_config(accumulation=2, **{"train_micro_batch_size_per_gpu": 3, "pipeline": uniform, **keys})
 
 
 class As(nn.Module):
@@ -311,27 +282,3 @@ def chain(*, dtypes: tuple[torch.dtype | None, ...] = (None, None)) -> list[Any]
         LayerSpec(As, dtypes[1]),
         LayerSpec(nn.Linear, INNER, WIDTH, dtype=dtypes[1]),
     ]
-
-
-class Queries(nn.Module):
-    """Learned vectors, whatever it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.queries
-
-
-def learned_queries(rank: int, stages: int) -> tuple[list[float], Named]:
-    """Losses of three steps, and this process's parameters."""
-    with fp64():
-        torch.manual_seed(4)
-        model = PipelineModule([Queries(), nn.Linear(4, 1)], num_stages=stages, loss_fn=square)
-        engine, *_ = gptpar.initialize(model=model, config={**small_config(stages), "pipeline": {}})
-        data = itertools.repeat((torch.zeros(3, 4), torch.zeros(3, 1)))
-        losses = [engine.train_batch(data).item() for _ in range(3)]
-        mine = parameters_here(engine)
-        engine.close()
-    return losses, mine

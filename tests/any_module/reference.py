@@ -7,16 +7,14 @@ number of micro-batches before the backward pass, as in torch's own loops, and s
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.any_module.case import Case, Model, Setup, make_optimizer
+from tests.any_module.case import Batch, Case, Setup, make_optimizer
 
 Named = dict[str, Tensor]
 
@@ -38,10 +36,6 @@ class Trace:
     gradients: list[Named] = field(default_factory=list)
     weights: list[Named] = field(default_factory=list)
     buffers: Named = field(default_factory=dict)
-
-    def since(self, step: int) -> "Trace":
-        """Without the first steps."""
-        return Trace(self.losses[step:], self.norms[step:], self.gradients[step:], self.weights[step:], self.buffers)
 
     def until(self, step: int) -> "Trace":
         """The first steps alone, without buffers."""
@@ -112,98 +106,77 @@ class MasterCopies:
 
 
 def reference(case: Case, setup: Setup) -> Trace:
-    """One process computes the micro-batches of all ranks; each rank has its own buffers."""
-    assert not case.synchronised or setup.world == 1, "see reference_of_rank"
+    """One process computes the micro-batches of all ranks; each rank has its own buffers.
+
+    BatchNorm's statistics are those of a rank's micro-batch, as with DistributedDataParallel.
+    """
     model = case.make_model()
     masters, trace = MasterCopies(case, model), Trace()
     buffers = [copy_of_buffers(model) for _ in range(setup.world)]
     for step in range(setup.steps):
-        losses = []
+        loss = 0.0
         for rank in range(setup.world):
             _restore_buffers(model, buffers[rank])
-            losses += [loss / setup.world for loss in _accumulate(case, setup, model, masters, step, rank)]
+            for micro in range(setup.accumulation):
+                loss += _add_micro_batch(case, setup, model, masters, case.make_batch(step, micro, rank, setup.world))
             buffers[rank] = copy_of_buffers(model)
         masters.average(setup.world)
-        _take_step(setup, model, masters, sum(losses), trace)
+        trace.losses.append(loss / setup.accumulation / setup.world)
+        trace.gradients.append(masters.gradients())
+        trace.norms.append(masters.step(setup.clip))
+        trace.weights.append(copy_of_weights(model))
     trace.buffers = buffers[0]
     return trace
 
 
-def reference_of_rank(rank: int, case: Case, setup: Setup) -> Trace:
-    """DistributedDataParallel of the same size, for one of its ranks: all run this together."""
-    model = case.make_model()
-    masters, trace = MasterCopies(case, model), Trace()
-    parallel = DistributedDataParallel(model)
-    for step in range(setup.steps):
-        losses = _accumulate(case, setup, parallel, masters, step, rank, parallel.no_sync)
-        _take_step(setup, model, masters, mean_over_ranks(sum(losses)), trace)
-    trace.buffers = copy_of_buffers(model)
-    return trace
-
-
-def _accumulate(
-    case: Case,
-    setup: Setup,
-    model: Model,
-    masters: MasterCopies,
-    step: int,
-    rank: int,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> list[float]:
-    """Add a rank's micro-batches of a step to the gradient sums; the returned losses' sum is its mean loss.
-
-    Gradients stay in ``.grad`` until the last one: DistributedDataParallel averages what it finds there.
-    """
-    total = []
-    for micro in range(setup.accumulation):
-        with nullcontext() if micro == setup.accumulation - 1 else no_sync():
-            losses = case.losses_of(model, case.make_batch(step, micro, rank, setup.world))
-            for number, loss in enumerate(losses):
-                again = case.shares_graph and number < len(losses) - 1
-                (loss / setup.accumulation).backward(retain_graph=again)
-        total.append(sum(loss.item() for loss in losses) / setup.accumulation)
-        if no_sync is nullcontext:
-            masters.add_gradients()
+def _add_micro_batch(case: Case, setup: Setup, model: nn.Module, masters: MasterCopies, batch: Batch) -> float:
+    """Add its gradients to the sums; returns its loss."""
+    losses = case.losses_of(model, batch)
+    for number, loss in enumerate(losses):
+        again = case.shares_graph and number < len(losses) - 1
+        (loss / setup.accumulation).backward(retain_graph=again)
     masters.add_gradients()
-    return total
+    return sum(loss.item() for loss in losses)
 
 
-def _take_step(setup: Setup, model: nn.Module, masters: MasterCopies, loss: float, trace: Trace) -> None:
-    trace.losses.append(loss)
-    trace.gradients.append(masters.gradients())
-    trace.norms.append(masters.step(setup.clip))
-    trace.weights.append(copy_of_weights(model))
-
-
-def weights_of_a_loop(
+def a_loop(
     case: Case,
     steps: int,
     accumulation: int = 1,
     clip: float = 0.0,
+    before_clip: Callable[[nn.Module], object] = lambda model: None,
     before_step: Callable[[nn.Module, int], object] = lambda model, step: None,
-    after_step: Callable[[nn.Module], object] = lambda model: None,
-) -> Named:
-    """The last weights of a user's own loop over rank 0's batches: what engines have whose ranks all have these."""
-    model = case.make_model()
+    after_step: Callable[[nn.Module, torch.optim.Optimizer], object] = lambda model, optimizer: None,
+) -> tuple[list[float], Named]:
+    """A user's own loop over rank 0's batches, which is right for engines whose ranks all have these.
+
+    Returns:
+        The norms of the gradients before clipping, and the last weights.
+    """
+    model, norms = case.make_model(), []
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = make_optimizer(trained)
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(accumulation):
             (case.losses_of(model, case.make_batch(step, micro, 0, 1))[0] / accumulation).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(trained, clip)
+        before_clip(model)
+        norms.append(nn.utils.clip_grad_norm_(trained, clip or float("inf")).item())
         before_step(model, step)
         optimizer.step()
-        after_step(model)
-    return copy_of_weights(model)
+        after_step(model, optimizer)
+    return norms, copy_of_weights(model)
+
+
+def weights_of_a_loop(*args: Any, **kwargs: Any) -> Named:
+    return a_loop(*args, **kwargs)[1]
 
 
 def assert_weights(found: Iterable[Named], wanted: Named) -> None:
-    """Each rank's weights are those, to 1e-10."""
+    """Each rank's weights are those, to 1e-10 of the largest of each parameter."""
     for weights in found:
         for name, value in wanted.items():
-            torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-10)
+            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
 
 
 def copy_of_weights(model: nn.Module) -> Named:

@@ -1,7 +1,9 @@
-"""Weights that the user's code changes in place: the change counts as in plain torch, or a sentence says why not."""
+"""Weights that the user changes or gives other memory: it counts as in plain torch, or a sentence says why not."""
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +14,10 @@ from torch import nn
 from gptpar.errors import GptparError
 from tests.any_module.case import WIDTH, Case, Setup
 from tests.any_module.cases import CASES
-from tests.any_module.harness import Training, initializer
-from tests.any_module.layouts import named
+from tests.any_module.harness import Alike, Training, initializer
+from tests.any_module.layouts import covering, each_of, named
 from tests.any_module.matrix import Bench
+from tests.any_module.on_rank import said
 from tests.any_module.reference import Named, assert_weights, copy_of_weights, weights_of_a_loop
 from tests.any_module.zoo import Mlp
 
@@ -22,10 +25,6 @@ ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(1, 0, 0.6), Setup(2, 0), Setup(2, 
 RELEASED = [Setup(2, 3), Setup(2, 3, 0.6)]
 """Layouts in which parameters are released after the forward."""
 STEPS, BOUND = 4, 0.1
-
-
-def layouts(setups: list[Setup]) -> Any:
-    return pytest.mark.parametrize("setup", setups, ids=lambda setup: str(setup).replace(", ", "-"))
 
 
 class Clamps(Mlp):
@@ -74,26 +73,21 @@ class NormalisesData(Mlp):
         return super().forward(x)
 
 
-def in_plain_torch(case: Case, accumulation: int, after_step: Any = lambda model: None) -> Named:
+def in_plain_torch(case: Case, accumulation: int = 1, after_step: Any = lambda model, optimizer: None) -> Named:
     return weights_of_a_loop(case, STEPS, accumulation, clip=0.5, after_step=after_step)
 
 
-def by_engine(
-    rank: int, case: Case, setup: Setup, accumulation: int, between: Callable[[Training], None] | None = None
-) -> Named | str:
+def by_engine(rank: int, case: Case, setup: Setup, between: Callable[[Training], None] | None = None) -> Named | str:
     """The same, or the sentence."""
-    setup = Setup(setup.world, setup.stage, setup.ratio, accumulation)
-    training = Training(case, setup)
+    training = Alike(case, setup)
     try:
         for step in range(STEPS):
-            for micro in range(accumulation):
-                batch = case.make_batch(step, micro, 0, 1)
-                training.engine.backward(case.losses_of(training.engine, batch)[0])
+            for micro in range(setup.accumulation):
+                training.engine.backward(training.loss_of(step, micro))
                 training.engine.step()
             if between is not None:
                 between(training)
-        with training.engine.gathered():
-            return copy_of_weights(training.model)
+        return training.weights()
     except GptparError as error:
         return str(error)
     finally:
@@ -113,7 +107,7 @@ FORWARDS = {kind.__name__: kind for kind in (Clamps, ClampsInBlocks, FollowsSlow
 )
 def test_changes_in_the_forward_count(bench: Bench, name: str, setup: Setup) -> None:
     case, accumulation = Case(name, FORWARDS[name]), 1 + (ALONE.index(setup) + len(name)) % 2
-    found = bench.on_ranks(setup.world, by_engine, case, setup, accumulation)
+    found = bench.on_ranks(setup.world, by_engine, case, replace(setup, accumulation=accumulation))
     assert_same(found, in_plain_torch(case, accumulation))
 
 
@@ -121,13 +115,13 @@ def test_changes_in_the_forward_count(bench: Bench, name: str, setup: Setup) -> 
 def test_where_parameters_are_released_changes_in_the_forward_are_refused(
     bench: Bench, name: str, setup: Setup
 ) -> None:
-    for told in bench.on_ranks(setup.world, by_engine, Case(name, FORWARDS[name]), setup, 1):
+    for told in bench.on_ranks(setup.world, by_engine, Case(name, FORWARDS[name]), setup):
         assert isinstance(told, str) and re.search(r"(weight|bias).*in the model's forward.*gathered", told), told
 
 
-@layouts([ALONE[1], ALONE[4]])
+@each_of([ALONE[1], ALONE[4]])
 def test_hidden_changes_in_the_forward_are_refused(bench: Bench, setup: Setup) -> None:
-    for told in bench.on_ranks(setup.world, by_engine, Case("normalises", NormalisesData), setup, 1):
+    for told in bench.on_ranks(setup.world, by_engine, Case("normalises", NormalisesData), setup):
         assert isinstance(told, str) and told.startswith("last.weight changed in place through .data"), told
 
 
@@ -157,11 +151,11 @@ def clamp_gathered(training: Training) -> None:
 def test_changes_through_data_between_steps_count(
     bench: Bench, setup: Setup, between: Callable[[Training], None]
 ) -> None:
-    found = bench.on_ranks(setup.world, by_engine, CASES["mlp"], setup, 1, between)
+    found = bench.on_ranks(setup.world, by_engine, CASES["mlp"], setup, between)
     if setup in RELEASED and between is clamp_between:
         assert all(isinstance(told, str) and "gathered" in told for told in found), found
     else:
-        assert_same(found, in_plain_torch(CASES["mlp"], 1, clamp_data))
+        assert_same(found, in_plain_torch(CASES["mlp"], after_step=lambda model, _: clamp_data(model)))
 
 
 def clamped_in_bf16(rank: int, setup: Setup, engine: str) -> bool:
@@ -178,7 +172,7 @@ def clamped_in_bf16(rank: int, setup: Setup, engine: str) -> bool:
         return max(parameter.abs().max().item() for parameter in model.parameters()) < BOUND + 1e-3
 
 
-@layouts([Setup(1, 0), Setup(2, 0), Setup(2, 3, 0.6)])
+@each_of([Setup(1, 0), Setup(2, 0), Setup(2, 3, 0.6)])
 def test_changes_through_data_reach_the_masters_of_bf16(bench: Bench, setup: Setup) -> None:
     assert all(bench.on_ranks(setup.world, clamped_in_bf16, setup, bench.engine))
 
@@ -186,37 +180,98 @@ def test_changes_through_data_reach_the_masters_of_bf16(bench: Bench, setup: Set
 def clamped_before_the_step(rank: int, setup: Setup) -> tuple[str, bool]:
     """(what is said of a change between backward and step, whether nothing was updated)"""
     training = Training(CASES["mlp"], setup)
-    training.engine.backward(training.case.losses_of(training.engine, training.make_batch(0, 0))[0])
+    training.engine.backward(training.loss_of(0))
     with torch.no_grad():
         training.model.first.weight.fill_(0.5)
     before = [parameter.detach().clone() for parameter in training.model.parameters()]
-    try:
-        training.engine.step()
-    except GptparError as error:
-        pairs = zip(before, training.model.parameters(), strict=True)
-        return str(error), all(torch.equal(old, now) for old, now in pairs)
-    return "", False
+    told = said(rank, training.engine.step)
+    return told, all(map(torch.equal, before, training.model.parameters()))
 
 
-@layouts([Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 0)])
+@each_of([Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 0)])
 def test_a_change_between_backward_and_step_is_refused(bench: Bench, setup: Setup) -> None:
     for told, kept in bench.on_ranks(setup.world, clamped_before_the_step, setup):
         assert re.search(r"^first\.weight changed in place since engine.backward.*engine.step\(\)", told) and kept
 
 
-def stale(rank: int, setup: Setup, engine: str) -> Named:
+def stale() -> nn.Module:
     """A backward pass before ``initialize`` leaves gradients behind."""
-    case = CASES["mlp"]
-    model = case.make_model()
-    case.losses_of(model, case.make_batch(9, 0, 0, 1))[0].backward()
-    made, *_ = initializer(engine)(model=model, model_parameters=model.parameters(), config=setup.config(case))
-    for step in range(STEPS):
-        made.backward(case.losses_of(made, case.make_batch(step, 0, 0, 1))[0])
-        made.step()
-    with made.gathered():
-        return copy_of_weights(model)
+    model = Mlp()
+    model(torch.ones(2, WIDTH)).square().mean().backward()
+    return model
 
 
-@layouts([Setup(1, 0), Setup(2, 3, 0.6)])
+@each_of([Setup(1, 0), Setup(2, 3, 0.6)])
 def test_gradients_from_before_initialize_do_not_count(bench: Bench, setup: Setup) -> None:
-    assert_same(bench.on_ranks(setup.world, stale, setup, bench.engine), in_plain_torch(CASES["mlp"], 1))
+    found = bench.on_ranks(setup.world, by_engine, Case("stale", stale), setup)
+    assert_same(found, in_plain_torch(CASES["mlp"]))
+
+
+# Parameters that are given other memory are noticed before a step trains what nobody uses.
+
+EACH_MEMORY = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 2), Setup(2, 3, 0.6)]
+
+
+def assign_data(training: Training) -> None:
+    weight = training.model.blocks[1].up.weight
+    weight.data = torch.zeros_like(weight)
+
+
+CHANGES: dict[str, Callable[[Training], object]] = {
+    "model cast": lambda training: training.model.float(),
+    "engine cast": lambda training: training.engine.half(),
+    "block cast": lambda training: training.model.blocks[1].to(torch.float32),
+    "state assigned": lambda training: training.model.load_state_dict(copy_of_weights(training.model), assign=True),
+    "data assigned": assign_data,
+    "another parameter": lambda training: training.model.blocks[1].up.register_parameter("weight", zeros(32, 16)),
+}
+LATER: dict[str, Callable[[Training], object]] = {
+    "last.weight": lambda training: training.model.add_module("last", nn.Linear(16, 16).double()),
+    "blocks.3.norm.weight": lambda training: training.model.blocks.append(CASES["mlp"].make_model().blocks[0]),
+    "scale": lambda training: training.model.register_parameter("scale", zeros(1)),
+}
+
+
+def zeros(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(*shape, dtype=torch.float64))
+
+
+def added_later(rank: int, setup: Setup, name: str) -> str:
+    training = Training(CASES["mlp"], setup)
+    training.run(0, 1)
+    training.model.metric = torch.nn.Linear(2, 2).requires_grad_(False)  # is nobody's concern
+    training.run(1, 2)
+    LATER[name](training)
+    return said(rank, training.run, 2, 3)
+
+
+@pytest.mark.parametrize(("name", "setup"), covering(LATER, EACH_MEMORY))
+def test_parameters_that_come_later_are_refused(bench: Bench, setup: Setup, name: str) -> None:
+    for told in bench.on_ranks(setup.world, added_later, setup, name):
+        assert re.search(rf"^{name}.* came into the model after gptpar.initialize.*engine.close\(\)", told), told
+
+
+def given_other_memory(rank: int, setup: Setup, change: str, gathers: bool) -> str:
+    training = Training(CASES["mlp"], setup)
+    training.run(0, 1)
+
+    def change_and_train() -> None:
+        with training.engine.gathered() if gathers else nullcontext():
+            CHANGES[change](training)
+        if "cast" in change:  # whoever casts the model has its inputs cast
+            loss = sum(parameter.sum() for parameter in training.model.parameters())
+        else:
+            loss = training.loss_of(1)
+        training.engine.backward(loss)
+        training.engine.step()
+
+    told = said(rank, change_and_train)
+    training.engine.close()
+    return told
+
+
+@pytest.mark.parametrize(("change", "setup"), covering(CHANGES, EACH_MEMORY))
+def test_other_memory_is_refused(bench: Bench, setup: Setup, change: str) -> None:
+    gathers = (setup in EACH_MEMORY[1::2]) == (change in ("model cast", "state assigned", "data assigned"))
+    for told in bench.on_ranks(setup.world, given_other_memory, setup, change, gathers):
+        assert re.search(r"(?=.*(blocks\.1\.|first\.weight))(?=.*(close|gathered))", told), told

@@ -2,23 +2,24 @@
 
 import gc
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 
-from gptpar.errors import GptparError
+import gptpar
 from tests.any_module.case import Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
-from tests.any_module.layouts import covering
+from tests.any_module.harness import Training, worst_of_ranks
+from tests.any_module.layouts import covering, each_of
 from tests.any_module.matrix import Bench
 from tests.any_module.on_rank import said
-from tests.any_module.reference import Trace, reference
+from tests.any_module.reference import Trace
 
 SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1), Setup(2, 2, 0.6, 2), Setup(2, 3), Setup(2, 3, 0.6, 2)]
 
@@ -34,13 +35,15 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return found
 
 
-def closes(rank: int, setup: Setup, engine: str, place: str) -> list[str]:
+def closes(rank: int, setup: Setup, place: str) -> list[str]:
     """What is not as in a module that no engine has seen."""
-    training = Training(CASES["mlp"], setup, engine)
+    training = Training(CASES["mlp"], setup)
     wanted = training.run(0, 2).weights[-1]
+    second = said(rank, lambda: gptpar.initialize(model=training.model.blocks, config=setup.config(training.case)))
     with training.engine.gathered() if place == "gathered" else nullcontext():
         training.engine.close()
     model, wrong = training.model, [str(hook) for hook in hooks_of(training.model)]
+    wrong += [] if "close()" in second else ["another engine takes a part of the module"]
     for name, parameter in model.named_parameters():
         if type(parameter) is not nn.Parameter or not torch.equal(parameter, wanted[name]):
             wrong.append(name)
@@ -49,35 +52,56 @@ def closes(rank: int, setup: Setup, engine: str, place: str) -> list[str]:
     batch = training.make_batch(0, 0)
     training.case.losses_of(model, batch)[0].backward()
     wrong += [f"{name} has no gradient" for name, p in model.named_parameters() if p.grad is None]
-    for act in (lambda: training.engine(batch["x"]), training.optimizer.step, training.engine.step):
-        with suppress(GptparError):
-            act()
-            wrong.append("a closed engine trains")
-    return wrong
+    acts = (lambda: training.engine(batch["x"]), training.optimizer.step, training.engine.step)
+    return wrong + ["a closed engine trains" for act in acts if not said(rank, act)]
 
 
 @pytest.mark.parametrize(
     ("place", "setup"), covering(["between steps", "gathered"], SETUPS[:3]) + covering(["gathered"], SETUPS[3:])
 )
 def test_closing_leaves_an_ordinary_module_with_whole_weights(bench: Bench, setup: Setup, place: str) -> None:
-    assert bench.on_ranks(setup.world, closes, setup, bench.engine, place) == [[]] * setup.world
+    assert bench.on_ranks(setup.world, closes, setup, place) == [[]] * setup.world
 
 
-@pytest.mark.parametrize("setup", SETUPS[1::2], ids=str)
-def test_a_module_trains_in_another_engine_after_the_first_is_closed(bench: Bench, setup: Setup) -> None:
-    bench.check("trained_on_in_another_engine", replace(setup, steps=4))
+def replaced(rank: int, setup: Setup) -> tuple[list[str], list[float]]:
+    """(what is said of wrong calls, losses of two steps of the former engine and one of the new one)"""
+    import gptpar.deepspeed as deepspeed
+
+    model, config = CASES["mlp"].make_model(), setup.config(CASES["mlp"])
+    wrong = {**config, "optimizer": {"type": "AdamWrong"}} if rank == setup.world - 1 else config
+    foreign = [*model.parameters(), torch.nn.Parameter(torch.zeros(1))]
+    another = model if rank else CASES["mlp"].make_model()
+    former: Any = deepspeed.initialize(model=model, config=config)[0]
+    losses = [loss_of_step(former, setup, 0, rank)]
+    told = [
+        said(rank, lambda: deepspeed.initialize(model=model, config=wrong)),
+        said(rank, lambda: deepspeed.initialize(model=model, config=config, model_parameters=foreign)),
+        said(rank, lambda: deepspeed.initialize(model=another, config=config)) if setup.world > 1 else "",
+    ]
+    losses.append(loss_of_step(former, setup, 1, rank))
+    new: Any = deepspeed.initialize(model=model, config=config)[0]
+    assert former.is_closed and not new.is_closed
+    losses.append(loss_of_step(new, setup, 2, rank))
+    new.close()
+    return told, losses
 
 
-def twice(rank: int, setup: Setup, engine: str) -> str:
-    training = Training(CASES["mlp"], setup, engine)
-    told = said(rank, lambda: initializer(engine)(model=training.model.blocks, config=setup.config(CASES["mlp"])))
-    training.engine.close()
-    return told
+def loss_of_step(engine: Any, setup: Setup, step: int, rank: int) -> float:
+    (loss,) = CASES["mlp"].losses_of(engine, CASES["mlp"].make_batch(step, 0, rank, setup.world))
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
 
 
-@pytest.mark.parametrize("setup", [SETUPS[0], SETUPS[-1]], ids=str)
-def test_a_module_of_a_living_engine_is_refused(bench: Bench, setup: Setup) -> None:
-    assert all("close()" in told for told in bench.on_ranks(setup.world, twice, setup, bench.engine))
+@pytest.mark.filterwarnings("ignore:this model has an engine already")
+@each_of([Setup(1, 0), Setup(2, 3, 0.6)])
+def test_a_former_engine_is_closed_when_all_is_checked(bench: Bench, setup: Setup) -> None:
+    found = bench.on_ranks(setup.world, replaced, setup)
+    for told, _ in found:
+        assert "AdamWrong" in told[0] and "not among the model's parameters" in told[1]
+        assert setup.world == 1 or "whether an engine has the model already is False" in told[2]
+    means = [sum(some) / len(found) for some in zip(*(losses for _, losses in found), strict=True)]
+    assert means == pytest.approx(bench.reference("mlp", setup).losses[:3], rel=1e-10)
 
 
 def live_bytes() -> int:
@@ -88,15 +112,16 @@ def live_bytes() -> int:
 
 
 def _is_tensor(thing: object) -> bool:
-    return issubclass(type(thing), torch.Tensor) and thing.layout == torch.strided  # type: ignore[attr-defined]
+    kind = type(thing)
+    return issubclass(kind, torch.Tensor) and kind is not FakeTensor and thing.layout == torch.strided  # type: ignore
 
 
-def left_behind(rank: int, setup: Setup, engine: str) -> list[int]:
+def left_behind(rank: int, setup: Setup) -> list[int]:
     """Bytes of tensors after each of some engines, though these are still referred to."""
     model, kept, found = CASES["mlp"].make_model(), [], []
     for _ in range(3):
-        made = initializer(engine)(model=model, config=setup.config(CASES["mlp"]))[0]
-        made.backward(model_loss(made))
+        made = gptpar.initialize(model=model, config=setup.config(CASES["mlp"]))[0]
+        made.backward(made(torch.ones(2, 16, dtype=torch.float64)).square().mean())
         made.step()
         made.close()
         kept.append(made)
@@ -105,15 +130,10 @@ def left_behind(rank: int, setup: Setup, engine: str) -> list[int]:
     return found
 
 
-def model_loss(model: Any) -> torch.Tensor:
-    return model(torch.ones(2, 16, dtype=torch.float64)).square().mean()
-
-
-@pytest.mark.parametrize("setup", [SETUPS[1], SETUPS[5]], ids=str)
+@each_of([Setup(1, 0, 1.0), Setup(2, 3, 0.6)])
 def test_a_closed_engine_holds_no_memory(bench: Bench, setup: Setup) -> None:
-    setup = replace(setup, accumulation=1)
     model = sum(parameter.nbytes for parameter in CASES["mlp"].make_model().parameters())
-    for found in bench.on_ranks(setup.world, left_behind, setup, bench.engine):
+    for found in bench.on_ranks(setup.world, left_behind, setup):
         assert found[2] - found[0] < model / 10
 
 
@@ -126,7 +146,7 @@ def test_closing_while_an_error_is_on_its_way_waits_for_nobody(bench: Bench) -> 
 
 def closes_alone(rank: int, setup: Setup) -> bool:
     """The second process closes amid an error; the first one does nothing of the kind."""
-    training = Training(CASES["mlp"], setup, GPTPAR)
+    training = Training(CASES["mlp"], setup)
     training.run(0, 1)
     if rank == 0:
         return False
@@ -137,20 +157,19 @@ def closes_alone(rank: int, setup: Setup) -> bool:
     return True
 
 
-def compiled(rank: int, setup: Setup, engine: str) -> Trace:
+def compiled(rank: int, setup: Setup) -> Trace:
     """Compiled blocks are as they were, and the module trains on."""
     case = CASES["mlp"]
     model = case.make_model()
-    config = {**setup.config(case), "gptpar": {"compile": True}}
-    initializer(engine)(model=model, config=config)[0].close()
+    gptpar.initialize(model=model, config={**setup.config(case), "gptpar": {"compile": True}})[0].close()
     assert not hooks_of(model)
-    training = Training(replace(case, build=lambda: model), setup, engine)
+    training = Training(replace(case, build=lambda: model), setup)
     trace = training.run(0, setup.steps)
     training.engine.close()
     return trace
 
 
 def test_closing_takes_compiled_forwards_away(bench: Bench) -> None:
-    setup = replace(SETUPS[0], steps=3)
-    traces = bench.on_ranks(1, compiled, setup, bench.engine)
-    assert not problems(worst_of_ranks(traces, reference(CASES["mlp"], setup)), 1e-10)
+    setup = Setup(steps=3)
+    traces = bench.on_ranks(1, compiled, setup)
+    assert not problems(worst_of_ranks(traces, bench.reference("mlp", setup)), 1e-10)

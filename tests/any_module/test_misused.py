@@ -1,74 +1,125 @@
-"""Verbs used in ways that have no meaning, or on one process alone: the engine goes on, or says what is wrong."""
+"""Verbs used in ways that have no meaning, or by some processes alone: the engine goes on, or says what is wrong."""
 
 import copy
 import io
 import linecache
 import re
+import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from tests.any_module.case import Case, Setup
+import gptpar
+from gptpar.adapter.guards import order_watch
+from gptpar.errors import GptparError
+from tests.any_module.case import Case, Setup, engine_config
 from tests.any_module.cases import CASES
-from tests.any_module.harness import GPTPAR, Training, initializer
+from tests.any_module.compare import problems
+from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.layouts import each_of, named
 from tests.any_module.matrix import Bench
 from tests.any_module.on_rank import said
+from tests.any_module.pipeline_layers import Divided, data_of, layers, loss_of
+from tests.any_module.reference import Named, Trace, copy_of_weights
 from tests.any_module.zoo import Mlp
+from tests.spawn import spawn
 
-SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1, accumulation=2), Setup(2, 3, 0.6, 2)]
-layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
-
-
-# Losses.
+SETUPS = [Setup(1, 0), Setup(1, 0, 1.0), Setup(2, 1, accumulation=2), Setup(2, 3, 0.6)]
+STEPS = 3
 
 
-def loss_of(training: Training, step: int) -> torch.Tensor:
-    return training.case.losses_of(training.engine, training.make_batch(step, 0))[0]
-
-
-def step_before(rank: int, setup: Setup) -> tuple[str, bool]:
-    """(what is said of a loss from before a step, whether training goes on with the right numbers)"""
-    training = Training(CASES["mlp"], setup, GPTPAR)
-    old = loss_of(training, 5)
-    training.run(0, 1)
-    told = said(rank, lambda: training.engine.backward(old))
+def misused(rank: int, setup: Setup) -> tuple[Trace, dict[str, list[str]], list[str]]:
+    """(three steps between which the engine is misused, what is said of that, weights that were wrong)"""
+    training, told = Training(CASES["mlp"], setup), {}
+    x = training.make_batch(0, 0)["x"]
+    told["a verb out of order"] = [
+        error_of(lambda: training.engine.backward(torch.zeros(()))),  # it has no graph
+        error_of(lambda: training.engine.backward(training.engine(x))),  # it is no scalar
+    ]
+    if setup.accumulation == 1:
+        told["a verb out of order"].append(error_of(training.engine.step))
     training.engine.zero_grad()
-    trace = training.run(1, 3)
-    plain = Training(CASES["mlp"], setup, GPTPAR).run(0, 3)
-    return told, all(torch.equal(trace.weights[-1][name], plain.weights[-1][name]) for name in plain.weights[-1])
-
-
-@layouts
-def test_a_loss_from_before_a_step_is_refused(bench: Bench, setup: Setup) -> None:
-    for told, goes_on in bench.on_ranks(setup.world, step_before, setup):
-        assert "engine.step()" in told and goes_on
-
-
-def same_loss(rank: int, setup: Setup) -> str:
-    training = Training(CASES["mlp"], setup, GPTPAR)
-    loss = loss_of(training, 0)
+    old = training.loss_of(5)
+    training.run(0, 1)
+    told["a loss from before a step"] = [said(rank, lambda: training.engine.backward(old))]
+    training.engine.zero_grad()
+    trace = training.run(1, STEPS)
+    wrong = wrong_inside_gathered(training)
+    with training.engine.gathered():
+        copies = [
+            lambda: copy.deepcopy(training.engine),
+            lambda: copy.copy(training.engine),
+            lambda: torch.save(training.engine, io.BytesIO()),
+            lambda: copy.deepcopy(training.model),
+        ]
+        told["a copy"] = [said(rank, act) for act in copies]
+    loss = training.loss_of(STEPS)
     training.engine.backward(loss)
     if setup.accumulation == 1:
         training.engine.step()
-    told = said(rank, lambda: training.engine.backward(loss))
+    told["a loss twice"] = [said(rank, lambda: training.engine.backward(loss))]
+    training.engine.zero_grad()
+    weights = training.weights()
     training.engine.close()
-    return told
+    wrong += different(
+        copy_of_weights(copy.deepcopy(training.model)), weights, "in a copy of the closed engine's module"
+    )
+    return trace, told, wrong
 
 
-@layouts
-def test_the_same_loss_twice_is_refused(bench: Bench, setup: Setup) -> None:
-    assert all("twice" in told for told in bench.on_ranks(setup.world, same_loss, setup))
+def error_of(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (GptparError, RuntimeError) as error:
+        return str(error)
+    return ""
 
 
-# Gradients dropped at every micro-batch.
+def wrong_inside_gathered(training: Training) -> list[str]:
+    """In a scope with states of parts, a forward and a backward pass, whose gradient is dropped."""
+    wanted, model, wrong = training.trace.weights[-1], training.model, []
+    with training.engine.gathered():
+        for path in ("", "blocks", "blocks.1", "blocks.1.up", "last"):
+            part = model.get_submodule(path)
+            wrong += different(part.state_dict(prefix=f"{path}." if path else ""), wanted, f"in {path}")
+        wrong += different(dict(model.named_parameters()), wanted, "after states")
+        loss = training.loss_of(STEPS)
+        wrong += different(dict(model.named_parameters()), wanted, "after forward")
+        training.engine.backward(loss)
+        wrong += different(dict(model.named_parameters()), wanted, "after backward")
+    training.engine.zero_grad()
+    return wrong
 
-Told = tuple[str, str, str]
-"""A warning's sentence, file and line."""
+
+def different(state: Named, wanted: Named, when: str) -> list[str]:
+    return [f"{name} {when}" for name in state if not torch.equal(state[name], wanted[name])]
+
+
+SAID = {
+    "a verb out of order": ".",
+    "a loss from before a step": r"engine\.step\(\)",
+    "a loss twice": "twice",
+    "a copy": "save_checkpoint",
+}
+
+
+@each_of(SETUPS)
+def test_what_has_no_meaning_is_refused_and_changes_nothing(bench: Bench, setup: Setup) -> None:
+    """And parameters stay until the end of ``gathered``."""
+    found = bench.on_ranks(setup.world, misused, setup)
+    for _, told, wrong in found:
+        assert wrong == []
+        for what, sentence in SAID.items():
+            assert all(re.search(sentence, one) for one in told[what]), (what, told[what])
+    wanted = bench.reference("mlp", Setup(setup.world, accumulation=setup.accumulation, steps=STEPS))
+    assert not problems(worst_of_ranks([trace for trace, *_ in found], wanted), 1e-10)
+
 
 DROPPED = (
     "zero_grad() dropped a step after 1 of its 2 micro-batches, as it did with the step before. If it is called at "
@@ -76,29 +127,24 @@ DROPPED = (
 )
 
 
-def told_of(warned: Sequence[warnings.WarningMessage]) -> list[Told]:
-    """Warnings of ``zero_grad``."""
-    told = [one for one in warned if "zero_grad" in str(one.message)]
-    return [
-        (str(one.message), Path(one.filename).name, linecache.getline(one.filename, one.lineno).strip()) for one in told
-    ]
-
-
-def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool) -> tuple[int, list[Told]]:
-    """(steps taken, what is warned of, and where)"""
-    training = Training(CASES["mlp"], setup, GPTPAR)
-    with warnings.catch_warnings(record=True) as told:
+def dropped_at_every_micro_batch(rank: int, setup: Setup, by_optimizer: bool) -> tuple[int, list[tuple[str, str, str]]]:
+    """(steps taken, warnings of zero_grad: sentence, file and line)"""
+    training = Training(CASES["mlp"], setup)
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for micro in range(4):
             if micro:
                 (training.optimizer if by_optimizer else training.engine).zero_grad()
-            training.engine.backward(loss_of(training, micro))
+            training.engine.backward(training.loss_of(micro))
             training.engine.step()
-    return training.engine.global_steps, told_of(told)
+    told = [one for one in warned if "zero_grad" in str(one.message)]
+    lines = [linecache.getline(one.filename, one.lineno).strip() for one in told]
+    return training.engine.global_steps, [
+        (str(one.message), Path(one.filename).name, line) for one, line in zip(told, lines, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("by_optimizer", [False, True])
-@pytest.mark.parametrize("setup", [Setup(1, 0, 1.0, 2), Setup(2, 2, 0.0, 2)], ids=str)
+@pytest.mark.parametrize(("setup", "by_optimizer"), [(Setup(1, 0, 1.0, 2), False), (Setup(2, 2, 0.0, 2), True)])
 def test_dropping_gradients_at_every_micro_batch_is_told_once(bench: Bench, setup: Setup, by_optimizer: bool) -> None:
     for steps, told in bench.on_ranks(setup.world, dropped_at_every_micro_batch, setup, by_optimizer):
         assert steps == 0
@@ -107,88 +153,27 @@ def test_dropping_gradients_at_every_micro_batch_is_told_once(bench: Bench, setu
         ]
 
 
-# Inside gathered().
-
-
-def inside_gathered(rank: int, setup: Setup) -> list[str]:
-    """What is wrong in a scope with a state of parts, a forward and a backward pass."""
-    training = Training(CASES["mlp"], setup, GPTPAR)
-    wanted, wrong = training.run(0, 2).weights[-1], []
-    model = training.model
-
-    def compare(when: str, state: dict[str, torch.Tensor]) -> None:
-        wrong.extend(f"{name} {when}" for name in state if not torch.equal(state[name], wanted[name]))
-
-    with training.engine.gathered():
-        for path in ("", "blocks", "blocks.1", "blocks.1.up", "last"):
-            part = model.get_submodule(path)
-            compare(f"in {path}", part.state_dict(prefix=f"{path}." if path else ""))
-        compare("after states", dict(model.named_parameters()))
-        loss = loss_of(training, 2)
-        compare("after forward", dict(model.named_parameters()))
-        training.engine.backward(loss)
-        compare("after backward", dict(model.named_parameters()))
-    training.engine.zero_grad()
-    training.engine.close()
-    return wrong
-
-
-@layouts
-def test_parameters_stay_until_the_end_of_gathered(bench: Bench, setup: Setup) -> None:
-    assert bench.on_ranks(setup.world, inside_gathered, setup) == [[]] * setup.world
-
-
-# Copies.
-
-
-def copied(rank: int, setup: Setup) -> list[str]:
-    """What is said of copies of the engine and of its module; what the module's copy has after closing."""
-    training = Training(CASES["mlp"], setup, GPTPAR)
-    training.run(0, 1)
-    with training.engine.gathered():
-        acts = [
-            lambda: copy.deepcopy(training.engine),
-            lambda: copy.copy(training.engine),
-            lambda: torch.save(training.engine, io.BytesIO()),
-            lambda: copy.deepcopy(training.model),
-        ]
-        told = [said(rank, act) for act in acts]
-    training.engine.close()
-    twin = dict(copy.deepcopy(training.model).named_parameters())
-    same = all(torch.equal(value, twin[name]) for name, value in training.trace.weights[-1].items())
-    return [*told, "" if same else "other weights"]
-
-
-@layouts
-def test_copies_are_refused_until_the_engine_is_closed(bench: Bench, setup: Setup) -> None:
-    for told in bench.on_ranks(setup.world, copied, setup):
-        assert all("save_checkpoint" in one for one in told[:-1]) and not told[-1], told
-
-
-# Models without values.
-
-
-def on_meta(rank: int) -> str:
+def on_meta() -> None:
     def build() -> torch.nn.Module:
         with torch.device("meta"):
             return Mlp()
 
-    return said(rank, lambda: Training(Case("empty", build), Setup(), GPTPAR))
+    Training(Case("empty", build), Setup())
 
 
 def test_a_model_without_values_is_refused(bench: Bench) -> None:
-    assert re.search(r"(?=.*first\.weight)(?=.*deferred_init)", bench.on_ranks(1, on_meta)[0])
+    assert re.search(r"(?=.*first\.weight)(?=.*deferred_init)", bench.on_ranks(1, said, on_meta)[0])
 
 
 # Errors of one process in initialize.
 
 
-def other_config(rank: int, folder: str) -> str:
-    config: Any = f"{folder}/nowhere.json" if rank == 1 else Setup(2).config(CASES["mlp"])
+def other_config(rank: int) -> str:
+    config: Any = "/nowhere.json" if rank == 1 else Setup(2).config(CASES["mlp"])
     return said(rank, lambda: initializer(GPTPAR)(model=Mlp(), config=config))
 
 
-def other_scheduler(rank: int, folder: str) -> str:
+def other_scheduler(rank: int) -> str:
     def make(optimizer: Any) -> Any:
         if rank == 1:
             raise ValueError("no file of rates")
@@ -198,7 +183,78 @@ def other_scheduler(rank: int, folder: str) -> str:
     return said(rank, lambda: initializer(GPTPAR)(model=Mlp().double(), lr_scheduler=make, config=config))
 
 
-@pytest.mark.parametrize("act", [other_config, other_scheduler], ids=lambda act: act.__name__)
-def test_an_error_of_one_process_is_raised_on_all_with_its_rank(bench: Bench, act: Any, tmp_path: Path) -> None:
-    first, second = bench.on_ranks(2, act, str(tmp_path))
+@pytest.mark.parametrize("act", [other_config, other_scheduler], ids=named)
+def test_an_error_of_one_process_is_raised_on_all_with_its_rank(bench: Bench, act: Any) -> None:
+    first, second = bench.on_ranks(2, act)
     assert first == second and "rank 1" in first, (first, second)
+
+
+# Processes that do not make the same calls end with a sentence about it, at every ZeRO stage.
+
+
+def save_alone(rank: int, stage: int, behind: int, folder: str) -> str:
+    """Some steps, of which the first process takes fewer, and a save of the first process alone, before the others end.
+
+    Returns:
+        The error.
+    """
+    order_watch.LOOK_SECONDS_WITHOUT_UNITS = 0.3
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    engine, *_ = gptpar.initialize(model=model, config=engine_config(stage))
+    try:
+        for step in range(STEPS + (rank > 0)):
+            engine.backward(engine(torch.randn(2, 8)).square().mean())
+            engine.step()
+            if rank == 0 and step == STEPS - 1 - behind:
+                engine.save_checkpoint(folder)
+    except GptparError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(("stage", "behind"), [(0, 1), (1, 0), (2, 1)])
+def test_a_save_of_one_process_alone_is_told(tmp_path: Path, stage: int, behind: int) -> None:
+    told = (
+        f"processes wait for each other in step {STEPS + 1 - behind}, because they have made different calls: after 0 "
+        f"equal calls, rank 0 is at engine.save_checkpoint(), rank 1 is at a backward pass. The run cannot go on: end "
+        f"it. {order_watch.ALL_CALL}"
+    )
+    assert spawn(save_alone, 2, stage, behind, str(tmp_path)) == [told, told]
+    assert not list(tmp_path.glob("iter_*"))
+
+
+def save_or_train(rank: int, folder: str) -> None:
+    """The first stage of a pipeline saves while the last one begins another step, and waits inside of its transfers."""
+    order_watch.LOOK_SECONDS_WITHOUT_UNITS, order_watch.LEFT_TO_RAISE_SECONDS = 0.3, 1.0
+    engine, *_ = gptpar.initialize(model=layers(), loss_fn=loss_of, config=Divided(2, 2).config())
+    data = data_of(engine)
+    engine.train_batch(data)
+    sys.stderr = Path(folder, f"rank{rank}").open("w")  # noqa: SIM115 - until the process ends
+    engine.save_checkpoint(folder) if rank == 0 else engine.train_batch(data)
+
+
+def test_a_stage_that_saves_alone_is_told_before_its_process_ends(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError):
+        spawn(save_or_train, 2, str(tmp_path))
+    told = "after 0 equal calls, rank 0 is at engine.save_checkpoint(), rank 1 is at engine.train_batch(). The run"
+    assert any(told in path.read_text() for path in tmp_path.glob("rank*"))
+
+
+def freeze_alone(rank: int) -> tuple[str, bool]:
+    """(the error of a step in which one process alone has frozen a parameter, whether it changed nothing)"""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    engine, *_ = gptpar.initialize(model=model, config=engine_config())
+    before = [p.detach().clone() for p in model.parameters()]
+    model[0].bias.requires_grad_(rank == 0)
+    engine.backward(engine(torch.randn(2, 8)).square().mean())
+    told = said(rank, engine.step)
+    return told, all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_parameter_that_is_frozen_on_one_process_alone_is_told() -> None:
+    told = (
+        "step 1 was not taken: requires_grad of 1 parameter(s), 0.bias among them, is not the same on all processes: "
+        "freeze the same parameters on each."
+    )
+    assert spawn(freeze_alone, 2) == [(told, True), (told, True)]

@@ -1,4 +1,4 @@
-"""Backward passes that the user begins, and gradients in ``.grad``, against plain torch."""
+"""Backward passes that the user begins, gradients in ``.grad``, and those that are read, against plain torch."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import gptpar
+from gptpar.deepspeed.engines.engine import ModuleEngine
 from gptpar.errors import GptparError
-from tests.any_module.case import Setup
-from tests.any_module.layouts import covering
+from tests.any_module.case import Setup, engine_config
+from tests.any_module.layouts import covering, each_of
 from tests.any_module.matrix import Bench
 from tests.any_module.scenarios.beside import LossBackward, ReadsGradientsSoFar
 
@@ -21,7 +22,7 @@ NAMES = [
     "detached_weight_read_late_recomputed",
     "detached_weight_read_late_recomputed_reentrant",
     "other_blocks_weight_read_late",
-    "several_blocks_under_checkpoint_reentrant",
+    "recomputed_reentrant",
 ]
 SETUPS = [
     Setup(1, 0, 1.0, accumulation=3, steps=STEPS),
@@ -35,16 +36,7 @@ def test_a_loss_may_go_backward_without_the_engine(bench: Bench, name: str, setu
     bench.check(name, setup, LossBackward)
 
 
-@pytest.mark.parametrize(
-    "setup",
-    [
-        Setup(1, 0, 1.0, accumulation=3, steps=STEPS),
-        Setup(2, 0, 0.0, accumulation=3, steps=STEPS),
-        Setup(2, 1, 0.6, accumulation=2, steps=STEPS),
-        Setup(2, 3, 0.6, accumulation=3, steps=STEPS),
-    ],
-    ids=str,
-)
+@each_of([SETUPS[0], Setup(2, 0, 0.0, accumulation=3, steps=STEPS), Setup(2, 1, 0.6, 2, steps=STEPS), SETUPS[2]])
 def test_gradients_may_be_read_after_each_micro_batch(bench: Bench, setup: Setup) -> None:
     bench.check("mlp", setup, ReadsGradientsSoFar)
 
@@ -52,9 +44,23 @@ def test_gradients_may_be_read_after_each_micro_batch(bench: Bench, setup: Setup
 CLIP, LR, ACCUMULATION = 0.05, 0.1, 3
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+class Squares(nn.Sequential):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y.to(torch.promote_types(y.dtype, torch.float32)).square().mean()
+
+
+def make(*, stage: int = 0, ratio: float = 0.0, accumulation: int = 1, **more: Any) -> ModuleEngine:
+    optimizer = {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}}
+    config = engine_config(stage, ratio, accumulation, optimizer=optimizer, gradient_clipping=0.0, **more)
+    return gptpar.initialize(model=Squares(), config=config)[0]
 
 
 def batch(number: int) -> torch.Tensor:
@@ -72,13 +78,12 @@ def change(parameters: list[nn.Parameter]) -> float:
 
 
 def in_plain_torch(ranks: int) -> tuple[list[float], list[torch.Tensor]]:
-    model, norms = network(), []
+    model, norms = Squares(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=False)
         for number in range(ACCUMULATION * ranks):
-            loss = model(batch(100 * step + number)).square().mean()
-            (loss / (ACCUMULATION * ranks)).backward()
+            (model(batch(100 * step + number)) / (ACCUMULATION * ranks)).backward()
         norms.append(change(list(model.parameters())))
         for p in model.parameters():  # the engine updates a parameter without gradient, too
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -87,17 +92,10 @@ def in_plain_torch(ranks: int) -> tuple[list[float], list[torch.Tensor]]:
 
 
 def by_engine(rank: int, ranks: int, plain: bool) -> tuple[list[float], list[torch.Tensor]]:
-    model, norms = network(), []
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_accumulation_steps": ACCUMULATION,
-        "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
-    }
-    engine: Any = gptpar.initialize(model=model, config=config)[0]
+    engine, norms = make(accumulation=ACCUMULATION), []
     for step in range(STEPS):
         for number in range(ACCUMULATION):
-            loss = engine(batch(100 * step + number * ranks + rank)).square().mean()
+            loss = engine(batch(100 * step + number * ranks + rank))
             if plain:
                 loss.backward()
             else:
@@ -105,9 +103,9 @@ def by_engine(rank: int, ranks: int, plain: bool) -> tuple[list[float], list[tor
             if number == ACCUMULATION - 1:
                 norms.append(change(list(engine.parameters())))
             engine.step()
-        assert all(p.grad is None for p in model.parameters())
+        assert all(p.grad is None for p in engine.parameters())
     engine.close()
-    return norms, [p.detach().clone() for p in model.parameters()]
+    return norms, [p.detach().clone() for p in engine.module.parameters()]
 
 
 @pytest.mark.parametrize("plain", [False, True])
@@ -124,16 +122,9 @@ def test_gradients_are_in_grad_without_zero(bench: Bench, ranks: int, plain: boo
 @pytest.mark.parametrize("by", ["boundary", "no_sync", "final"])
 def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(by: str, ratio: float) -> None:
     """Accumulation 1: a boundary before every backward pass, ``no_sync`` and a second pass give fp32 sums."""
-    model = network().bfloat16()
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "gradient_clipping": 0.0,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW"},
-        "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu", "ratio": ratio}},
-    }
-    engine: Any = gptpar.initialize(model=model, config=config)[0]
-    losses = [lambda number=number: engine(batch(number).bfloat16()).float().square().mean() for number in range(2)]
+    engine = make(ratio=ratio, bf16={"enabled": True})
+    model = engine.module
+    losses = [lambda number=number: engine(batch(number).bfloat16()) for number in range(2)]
     total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in model.named_parameters()}
     for loss in losses:
         found = torch.autograd.grad(loss(), list(model.parameters()))
@@ -156,29 +147,76 @@ def test_sums_of_16_bit_gradients_get_memory_when_they_are_needed(by: str, ratio
     before = {name: engine.weights.whole(name, "weights") for name in total}
     engine.step()
     for name, value in total.items():  # the first step of Adam has the length of the learning rate
-        stepped = before[name] - 1e-3 * value / (value.abs() + 1e-8)
+        stepped = before[name] * (1 - LR * 0.01) - LR * value / (value.abs() + 1e-8)
         assert torch.allclose(engine.weights.whole(name, "weights"), stepped, rtol=1e-6, atol=1e-7)
     assert engine.global_steps == 1
     engine.close()
 
 
 def test_a_plain_backward_pass_that_is_refused_or_fails() -> None:
-    model = network()
-    config = {"train_batch_size": 4, "fp16": {"enabled": True, "loss_scale": 8}, "optimizer": {"type": "AdamW"}}
-    engine: Any = gptpar.initialize(model=model, config=config)[0]
-    x = batch(0).half()
+    engine = make(fp16={"enabled": True, "loss_scale": 8})
+    model, x = engine.module, batch(0).half()
     with pytest.raises(GptparError, match=r"engine.scale\(loss\).backward\(\) or engine.backward"):
-        engine(x).float().square().mean().backward()
-    loss = engine(x).float().square().mean()
+        engine(x).backward()
+    loss = engine(x)
     with pytest.raises(ZeroDivisionError):
         handle = model[0].weight.register_hook(lambda grad: 1 / 0)
         engine.scale(loss).backward()
     handle.remove()
-    loss = engine(x).float().square().mean()
-    engine.scale(loss).backward()
-    wanted = torch.autograd.grad(8 * engine(x).float().square().mean(), list(model.parameters()))
+    engine.scale(engine(x)).backward()
+    wanted = torch.autograd.grad(8 * engine(x), list(model.parameters()))
     for (name, p), grad in zip(model.named_parameters(), wanted, strict=True):
         assert torch.equal(p.grad, grad) and torch.equal(engine.full_gradient(name), grad.float() / 8)
     engine.step(lr_kwargs={})
     assert engine.global_steps == 1
     engine.close()
+
+
+# Gradients that are read amid a step: refused within a pass or train_batch, and later changes of weights count.
+
+
+def read(engine: ModuleEngine) -> None:
+    engine.full_gradient("0.weight")
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_read_within_a_pass_is_refused(stage: int) -> None:
+    engine = make(stage=stage)
+    output = engine(batch(0))
+    output.register_hook(lambda grad: read(engine))
+    with pytest.raises(GptparError, match="not within a pass or train_batch"):
+        engine.backward(output)
+    engine.close()
+
+
+def test_a_read_within_train_batch_is_refused_and_its_step_hooks_may_read() -> None:
+    engine, seen = make(accumulation=2), []
+    reading = engine.module[2].register_forward_pre_hook(lambda *_: read(engine))
+    with pytest.raises(GptparError, match="not within a pass or train_batch"):
+        engine.train_batch(iter([batch(0), batch(1)]))
+    reading.remove()
+    engine.optimizer.register_step_pre_hook(lambda *_: seen.append(engine.full_gradient("0.weight")))
+    loss = sum(engine.module(batch(number)) / 2 for number in range(2))
+    (wanted,) = torch.autograd.grad(loss, engine.module[0].weight)
+    engine.train_batch(iter([batch(0), batch(1)]))
+    torch.testing.assert_close(seen[0], wanted, rtol=1e-12, atol=1e-14)
+    engine.close()
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_weights_changed_after_a_read_count(ratio: float) -> None:
+    found = []
+    for reads in (False, True):
+        engine = make(ratio=ratio, accumulation=2)
+        engine.backward(engine(batch(0)))
+        if reads:
+            read(engine)
+        engine.step()
+        with torch.no_grad():
+            engine.module[0].weight.mul_(0.5)
+        engine.backward(engine(batch(1)))
+        engine.step()
+        with engine.gathered():
+            found.append([p.detach().clone() for p in engine.module.parameters()])
+        engine.close()
+    assert all(map(torch.equal, *found))

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from gptpar.errors import GptparError
 from gptpar.offload.events import EventLog, What
 from tests.any_module.case import FREE, Case, Setup
 from tests.any_module.cases import CASES
-from tests.any_module.harness import Training
-from tests.any_module.layouts import covering
+from tests.any_module.harness import Alike, Training
+from tests.any_module.layouts import covering, each_of, named
 from tests.any_module.matrix import Bench
 from tests.any_module.oddities.late_reads import LATE_READS, DetachedFirstOnLastRank, DetachedInBlocks, HookReads
+from tests.any_module.on_rank import said
 from tests.any_module.reference import Named, assert_weights, copy_of_weights, weights_of_a_loop
 from tests.offload_log import logged
 
@@ -49,21 +49,17 @@ def taken_back(log: EventLog, start: int = 0) -> set[str]:
 
 def by_engine(rank: int, case: Case, setup: Setup) -> Found:
     with logged() as log:
-        training = Training(case, setup)
+        training = Alike(case, setup)
     back = []
     for step in range(STEPS):
         start = len(log.events)
         for micro in range(setup.accumulation):
-            training.engine.backward(case.losses_of(training.engine, case.make_batch(step, micro, 0, 1))[0])
+            training.engine.backward(training.loss_of(step, micro))
             if micro == setup.accumulation - 1:
                 time.sleep(0.05)
                 back.append(taken_back(log, start))
             training.engine.step()
-    with training.engine.gathered():
-        return Found(training.engine.host.num_ahead, back, copy_of_weights(training.model))
-
-
-layouts = pytest.mark.parametrize("setup", [*ALONE, *TOGETHER], ids=lambda setup: str(setup).replace(", ", "-"))
+    return Found(training.engine.host.num_ahead, back, training.weights())
 
 
 @pytest.mark.parametrize(("case", "setup"), covering(LATE_READS, [*ALONE, *TOGETHER, *RELEASED]))
@@ -73,8 +69,8 @@ def test_reads_by_the_graph(bench: Bench, case: Case, setup: Setup) -> None:
     assert_weights((one.weights for one in found), weights_of_a_loop(case, STEPS, setup.accumulation))
 
 
-@layouts
-@pytest.mark.parametrize("case", HOOKS, ids=lambda case: case.name)
+@each_of([*ALONE, *TOGETHER])
+@pytest.mark.parametrize("case", HOOKS, ids=named)
 def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
     found = bench.on_ranks(setup.world, by_engine, case, setup)
     first = case.make_model().from_call // setup.accumulation
@@ -89,22 +85,16 @@ def test_reads_by_a_hook(bench: Bench, case: Case, setup: Setup) -> None:
 
 def hook_of_released(rank: int, setup: Setup) -> tuple[str, Named]:
     """(what is said of a hook's read, the weights after steps whose backward passes are inside ``gathered``)"""
-    training = Training(HOOKS[0], setup)
-
-    def backward(step: int) -> None:
-        training.engine.backward(HOOKS[0].losses_of(training.engine, HOOKS[0].make_batch(step, 0, 0, 1))[0])
-
-    with pytest.raises(GptparError) as caught:
-        backward(0)
+    training = Alike(HOOKS[0], setup)
+    told = said(rank, lambda: training.engine.backward(training.loss_of(0)))
     for step in range(STEPS):
         with training.engine.gathered():
-            backward(step)
+            training.engine.backward(training.loss_of(step))
         training.engine.step()
-    with training.engine.gathered():
-        return str(caught.value), copy_of_weights(training.model)
+    return told, training.weights()
 
 
-@pytest.mark.parametrize("setup", [Setup(2, 3, clip=FREE), *RELEASED], ids=str)
+@each_of([Setup(2, 3, clip=FREE), *RELEASED])
 def test_a_hook_reads_released_parameters_inside_gathered_alone(bench: Bench, setup: Setup) -> None:
     found = bench.on_ranks(setup.world, hook_of_released, setup)
     assert {told for told, _ in found} == {
@@ -128,7 +118,7 @@ def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]
         For each step the names of the units in the order in which they were handed on, with "end" where the backward
         pass ended; and the final weights.
     """
-    training, steps = Training(case, setup), []
+    training, steps = Alike(case, setup), []
     gradients = training.engine.engine.gradients
     reduce, end = gradients.reducer.reduce, gradients.end_backward
 
@@ -143,16 +133,15 @@ def units_handed_on(rank: int, case: Case, setup: Setup) -> tuple[list[list[str]
     gradients.reducer.reduce, gradients.end_backward = note, note_end
     for step in range(STEPS):
         steps.append([])
-        training.engine.backward(training.case.losses_of(training.engine, case.make_batch(step, 0, 0, 1))[0])
+        training.engine.backward(training.loss_of(step))
         training.engine.step()
-    with training.engine.gathered():
-        return steps, copy_of_weights(training.model)
+    return steps, training.weights()
 
 
 @pytest.mark.parametrize(
     ("case", "setup"),
     [*((ON_ONE, one) for one in TOGETHER), (ON_ALL, RELEASED[0])],
-    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+    ids=named,
 )
 def test_units_that_one_process_reads_late_are_the_last_on_all(bench: Bench, case: Case, setup: Setup) -> None:
     """Collectives match by their order alone; the other units are handed on before the pass has ended."""
@@ -178,11 +167,11 @@ def plainly(training: Training) -> Any:
 def forward_of_the_module(training: Training) -> Any:
     """What the model is called with: a hook of each block has its weights."""
     found: Named = {}
-
-    def note(block: nn.Module, args: Any) -> None:
-        found[names[block]] = block.up.weight.detach().clone()  # type: ignore[union-attr]
-
     names = {block: f"blocks.{name}.up.weight" for name, block in training.model.blocks.named_children()}
+
+    def note(block: Any, args: Any) -> None:
+        found[names[block]] = block.up.weight.detach().clone()
+
     hooks = [block.register_forward_pre_hook(note) for block in names]
     with torch.no_grad():
         training.case.losses_of(training.model, training.make_batch(99, 0))
@@ -195,7 +184,7 @@ def backward_in_gathered(training: Training) -> Any:
     """What is read after ``gathered``, inside of which the gradient became final."""
     training.engine.zero_grad()
     with training.engine.gathered():
-        training.engine.backward(training.case.losses_of(training.engine, training.make_batch(0, 0))[0])
+        training.engine.backward(training.loss_of(0))
     time.sleep(0.05)
     return dict(training.model.named_parameters())
 
@@ -211,14 +200,13 @@ def states(rank: int, setup: Setup, read: Any) -> tuple[list[str], list[set[str]
         training, wrong, back = Training(CASES["mlp"], setup), [], []
     for step in range(3):
         start = len(log.events)
-        with training.engine.gathered():
-            before = copy_of_weights(training.model)
-        training.engine.backward(training.case.losses_of(training.engine, training.make_batch(step, 0))[0])
+        before = training.weights()
+        training.engine.backward(training.loss_of(step))
         time.sleep(0.05)
         wrong += [name for name, value in read(training).items() if not torch.equal(value, before[name])]
         back.append(taken_back(log, start))
         training.engine.step()
-    training.engine.backward(training.case.losses_of(training.engine, training.make_batch(3, 0))[0])
+    training.engine.backward(training.loss_of(3))
     time.sleep(0.05)
     training.engine.step()
     training.engine.engine.finish()
@@ -228,7 +216,7 @@ def states(rank: int, setup: Setup, read: Any) -> tuple[list[str], list[set[str]
 SETUPS = [Setup(1, 0, 1.0, clip=FREE), Setup(1, 2, 0.6, clip=FREE)]
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+@each_of(SETUPS)
 @pytest.mark.parametrize("read", [whole, plainly, forward_of_the_module, backward_in_gathered])
 def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
     ((wrong, back, num_ahead),) = bench.on_ranks(setup.world, states, setup, read)
@@ -237,40 +225,37 @@ def test_states_before_the_step(bench: Bench, setup: Setup, read: Any) -> None:
     assert [{"blocks.1", "blocks.2"} <= units for units in back] == [read is not backward_in_gathered] * 3
 
 
-def loads_before_the_step(rank: int, setup: Setup) -> tuple[Named, list[set[str]]]:
-    """(weights loaded between backward and step, which the step then changes; each step's units taken back)"""
-    with logged() as log:
-        training, back = Training(Case("plain", Linear), setup), []
-    for step in range(3):
-        start = len(log.events)
-        training.engine.backward(training.case.losses_of(training.engine, training.case.make_batch(step, 0, 0, 1))[0])
-        time.sleep(0.05)
-        if step == 1:
-            training.model.load_state_dict(other_weights())
-        back.append(taken_back(log, start))
-        training.engine.step()
-    with training.engine.gathered():
-        return copy_of_weights(training.model), back
-
-
 class Linear(nn.Linear):
     def __init__(self) -> None:
         super().__init__(16, 16)
 
 
-def other_weights() -> Named:
-    return Case("plain", Linear).make_model(seed=7).state_dict()
+PLAIN = Case("plain", Linear)
 
 
-@pytest.mark.parametrize("setup", [Setup(1, 0, 0.0, clip=FREE), *SETUPS, *TOGETHER], ids=str)
+def load(model: nn.Module, step: int) -> None:
+    """Other weights between backward and step, which the step then changes."""
+    if step == 1:
+        model.load_state_dict(PLAIN.make_model(seed=7).state_dict())
+
+
+def loads_before_the_step(rank: int, setup: Setup) -> tuple[Named, list[set[str]]]:
+    """(weights after three steps, each step's units taken back)"""
+    with logged() as log:
+        training, back = Alike(PLAIN, setup), []
+    for step in range(3):
+        start = len(log.events)
+        training.engine.backward(training.loss_of(step))
+        time.sleep(0.05)
+        load(training.model, step)
+        back.append(taken_back(log, start))
+        training.engine.step()
+    return training.weights(), back
+
+
+@each_of([Setup(1, 0, 0.0, clip=FREE), *SETUPS, *TOGETHER])
 def test_weights_loaded_before_the_step(bench: Bench, setup: Setup) -> None:
-
-    def load(model: nn.Module, step: int) -> None:
-        if step == 1:
-            model.load_state_dict(other_weights())
-
     found = bench.on_ranks(setup.world, loads_before_the_step, setup)
     for _, back in found:
         assert [bool(units) for units in back] == [False, setup.ratio > 0, False]
-    wanted = weights_of_a_loop(Case("plain", Linear), 3, before_step=load)
-    assert_weights((weights for weights, _ in found), wanted)
+    assert_weights((weights for weights, _ in found), weights_of_a_loop(PLAIN, 3, before_step=load))

@@ -1,9 +1,10 @@
 """What cannot be right is refused with a sentence, on every rank; nothing hangs, nothing is wrong in silence."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,16 +20,15 @@ from gptpar.errors import GptparError
 from tests.any_module.case import Case, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.compare import problems
-from tests.any_module.harness import GPTPAR, Training, initializer, worst_of_ranks
+from tests.any_module.harness import Training, worst_of_ranks
+from tests.any_module.layouts import each_of
 from tests.any_module.matrix import Bench
 from tests.any_module.on_rank import said
 from tests.any_module.reference import Trace, reference
-from tests.any_module.scenarios.failing import loss_of
 from tests.any_module.zoo import Mlp
 from tests.spawn import RanksFailed
 
 SETUPS = [Setup(1, 0, accumulation=2), Setup(1, 3, 0.6, 2), Setup(2, 3, 0.6, 2)]
-layouts = pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
 
 
 @pytest.fixture
@@ -43,69 +43,62 @@ def new_ranks(bench: Bench) -> Iterator[Bench]:
 
 def begin(setup: Setup, name: str = "mlp") -> Training:
     """After two good steps: the engine has seen how the model behaves."""
-    training = Training(CASES[name], setup, GPTPAR)
+    training = Training(CASES[name], setup)
     training.run(0, 2)
     return training
 
 
-def forward(training: Training, micro: int = 0) -> torch.Tensor:
-    """Of the third step."""
-    return training.case.losses_of(training.engine, training.make_batch(2, micro))[0]
-
-
 def finish(training: Training, first: int = 0) -> None:
-    """The rest of the step."""
+    """The rest of the third step."""
     for micro in range(first, training.setup.accumulation):
-        training.engine.backward(forward(training, micro))
+        training.engine.backward(training.loss_of(2, micro))
         training.engine.step()
 
 
 def graph_of_the_gradient(setup: Setup) -> None:
     training = begin(setup)
-    training.engine.backward(forward(training), create_graph=True)
+    training.engine.backward(training.loss_of(2), create_graph=True)
     finish(training)
 
 
 def graph_of_the_gradient_outside(setup: Setup) -> None:
     training = begin(setup)
-    forward(training).backward(create_graph=True)
+    training.loss_of(2).backward(create_graph=True)
     finish(training)
 
 
-def frozen_during_accumulation(setup: Setup) -> None:
-    training = begin(setup)
-    training.engine.backward(forward(training))
+def frozen_or_thawed_during_accumulation(setup: Setup, trains: bool) -> None:
+    training = begin(setup, "frozen_block" if trains else "mlp")
+    training.engine.backward(training.loss_of(2))
     training.engine.step()
-    training.model.blocks[1].up.weight.requires_grad_(False)
+    training.model.blocks[1].up.requires_grad_(trains)
     finish(training, 1)
 
 
-def thawed_during_accumulation(setup: Setup) -> None:
-    training = begin(setup, "frozen_block")
-    training.engine.backward(forward(training))
-    training.engine.step()
-    training.model.blocks[1].requires_grad_(True)
-    finish(training, 1)
-
-
+frozen = partial(frozen_or_thawed_during_accumulation, trains=False)
+thawed = partial(frozen_or_thawed_during_accumulation, trains=True)
 ACTS: dict[Callable[[Setup], None], str] = {
     graph_of_the_gradient: "create_graph",
     graph_of_the_gradient_outside: "create_graph|engine.backward",
-    frozen_during_accumulation: "requires_grad.*blocks.1.up.weight|blocks.1.up.weight.*requires_grad",
-    thawed_during_accumulation: "requires_grad.*blocks.1|blocks.1.*requires_grad",
+    frozen: "requires_grad.*blocks.1.up|blocks.1.up.*requires_grad",
+    thawed: "requires_grad.*blocks.1|blocks.1.*requires_grad",
 }
 
 
-def assert_told(bench: Bench, setup: Setup, sentence: str, act: Callable[..., None], *args: Any) -> None:
-    """Every rank says so."""
-    found = bench.on_ranks(setup.world, said, act, *args)
-    assert all(re.search(sentence, text, re.DOTALL) for text in found), found
+def assert_told(found: list[list[str]], sentences: Iterable[str]) -> None:
+    """Every rank says these sentences."""
+    for told in found:
+        for text, sentence in zip(told, sentences, strict=True):
+            assert re.search(sentence, text, re.DOTALL), told
 
 
-@layouts
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-def test_in_training(new_ranks: Bench, act: Callable[[Setup], None], setup: Setup) -> None:
-    assert_told(new_ranks, setup, ACTS[act], act, setup)
+def in_training(rank: int, setup: Setup) -> list[str]:
+    return [said(rank, act, setup) for act in ACTS]
+
+
+@each_of(SETUPS)
+def test_in_training(new_ranks: Bench, setup: Setup) -> None:
+    assert_told(new_ranks.on_ranks(setup.world, in_training, setup), ACTS.values())
 
 
 # Models that initialize does not take.
@@ -125,32 +118,21 @@ def renormalising() -> nn.Module:
     return model
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "ddp": (lambda: DistributedDataParallel(Mlp()), "DistributedDataParallel"),
-    "ddp_inside": (Inside, "blocks.1.*DistributedDataParallel"),
-    "max_norm": (renormalising, "table has max_norm.*None"),
-    "scripted": (lambda: torch.jit.script(Mlp()), "ScriptModule.*before scripting"),
+MODELS: dict[Callable[[], nn.Module], str] = {
+    lambda: DistributedDataParallel(Mlp()): "DistributedDataParallel",
+    Inside: "blocks.1.*DistributedDataParallel",
+    renormalising: "table has max_norm.*None",
+    lambda: torch.jit.script(Mlp()): "ScriptModule.*before scripting",
 }
 
 
-def initialize_model(name: str, setup: Setup) -> None:
-    Training(Case(name, MODELS[name][0]), setup, GPTPAR)
+def at_initialize(rank: int, setup: Setup) -> list[str]:
+    return [said(rank, Training, Case("refused", build), setup) for build in MODELS]
 
 
-@pytest.mark.parametrize(("name", "setup"), [*((name, SETUPS[0]) for name in MODELS), ("ddp_inside", SETUPS[2])])
-def test_at_initialize(bench: Bench, name: str, setup: Setup) -> None:
-    assert_told(bench, setup, MODELS[name][1], initialize_model, name, setup)
-
-
-def other_optimizer(setup: Setup) -> None:
-    model = Mlp()
-    optimizer = torch.optim.Rprop(model.parameters(), lr=0.1)
-    case = replace(CASES["mlp"], client=True)
-    initializer(GPTPAR)(model=model, optimizer=optimizer, config=setup.config(case))
-
-
-def test_an_optimizer_that_is_none_of_ours(bench: Bench) -> None:
-    assert_told(bench, SETUPS[0], "Rprop", other_optimizer, SETUPS[0])
+@each_of([Setup(1, 0), Setup(2, 3, 0.6)])
+def test_at_initialize(bench: Bench, setup: Setup) -> None:
+    assert_told(bench.on_ranks(setup.world, at_initialize, setup), MODELS.values())
 
 
 # Ranks that do different things: each says so, in time.
@@ -163,7 +145,7 @@ def by_rank(model: Any, batch: dict[str, Any], orders: list[list[int]]) -> torch
 def other_orders(setup: Setup, orders: list[list[int]]) -> None:
     """The ranks agree in the first step, and run other blocks, or others first, in the second."""
     case = CASES["changing_order"]
-    training = Training(replace(case, loss=lambda model, batch: by_rank(model, batch, orders)), setup, GPTPAR)
+    training = Training(replace(case, loss=lambda model, batch: by_rank(model, batch, orders)), setup)
     with suppress(RuntimeError):  # gloo's own words, where a peer has given up already, are no sentence of ours
         training.run(0, 3)
 
@@ -174,8 +156,8 @@ def other_orders(setup: Setup, orders: list[list[int]]) -> None:
     ids=["another order", "one block less", "one block twice"],
 )
 def test_ranks_that_run_different_blocks(new_ranks: Bench, orders: list[list[int]]) -> None:
-    setup = Setup(2, 3, 0.6)
-    assert_told(new_ranks, setup, r"(?=.*rank)(?=.*blocks\.[12])", other_orders, setup, orders)
+    found = new_ranks.on_ranks(2, said, other_orders, Setup(2, 3, 0.6), orders)
+    assert all(re.search(r"(?=.*rank)(?=.*blocks\.[12])", told, re.DOTALL) for told in found), found
 
 
 class FailsAlone(Training):
@@ -186,7 +168,7 @@ class FailsAlone(Training):
     def before_micro_batch(self, step: int, micro: int) -> None:
         if (step, micro) == (2, 0) and self.rank == self.setup.world - 1:
             with self.model.expected(self.failing_in, torch.OutOfMemoryError):
-                self.engine.backward(loss_of(self.engine, self.make_batch(step, micro)))
+                self.engine.backward(self.loss_of(step, micro))
 
 
 class BackwardFailsAlone(FailsAlone):
@@ -195,7 +177,7 @@ class BackwardFailsAlone(FailsAlone):
 
 def fails_alone(rank: int, kind: type[Training], setup: Setup) -> None:
     with patch.object(failed_passes, "WAIT_SECONDS", 0.5):
-        kind(CASES["exception_in_forward"], setup, GPTPAR).run(0, 4)
+        kind(CASES["exception_in_forward"], setup).run(0, 4)
 
 
 @pytest.mark.parametrize(
@@ -225,12 +207,11 @@ def test_a_backward_pass_that_fails_on_one_process_is_told(new_ranks: Bench) -> 
 def other_models(setup: Setup) -> None:
     """A rank has a block more."""
     blocks = 2 + (dist.get_rank() == 1)
-    Training(Case("other", lambda: Mlp(blocks=blocks)), setup, GPTPAR)
+    Training(Case("other", lambda: Mlp(blocks=blocks)), setup)
 
 
 def test_ranks_with_different_models(new_ranks: Bench) -> None:
-    setup = Setup(2, 3)
-    assert_told(new_ranks, setup, "rank", other_models, setup)
+    assert all("rank" in told for told in new_ranks.on_ranks(2, said, other_models, Setup(2, 3)))
 
 
 # Either right, or refused with the parameter's name.
@@ -276,33 +257,32 @@ class GradientsPerSample(Mlp):
 
 
 EITHER = {
-    "reads_another_block": (Case("reads_another_block", ReadsAnotherBlock), r"blocks\.0\.up\.weight"),
-    "keeps_a_view": (Case("keeps_a_view", KeepsAView), "blocks.0|view"),
-    "gradients_per_sample": (Case("gradients_per_sample", GradientsPerSample), "torch.func.*ZeRO stage 2"),
-    "penalty_of_all": (Case("penalty_of_all", PenaltyOfAll), r"blocks\.\d\.\w+\.(weight|bias)"),
+    Case("reads_another_block", ReadsAnotherBlock): r"blocks\.0\.up\.weight",
+    Case("keeps_a_view", KeepsAView): "blocks.0|view",
+    Case("gradients_per_sample", GradientsPerSample): "torch.func.*ZeRO stage 2",
+    Case("penalty_of_all", PenaltyOfAll): r"blocks\.\d\.\w+\.(weight|bias)",
 }
 
 
-def trace_or_told(rank: int, name: str, setup: Setup) -> Trace | str:
-    """What the engine gives, or what it says instead."""
-    try:
-        case = EITHER[name][0]
-        training = (case.training or Training)(case, setup, GPTPAR)
-        trace = training.run(0, setup.steps)
-        training.engine.close()
-        return trace
-    except GptparError as error:
-        return str(error)
+def traces_or_told(rank: int, setup: Setup) -> list[Trace | str]:
+    """What the engine gives for each model, or what it says instead."""
+    found: list[Trace | str] = []
+    for case in EITHER:
+        try:
+            training = Training(case, setup)
+            found.append(training.run(0, setup.steps))
+            training.engine.close()
+        except GptparError as error:
+            found.append(str(error))
+    return found
 
 
-@pytest.mark.parametrize(("setup", "accumulation"), [(SETUPS[0], 2), (SETUPS[1], 3), (SETUPS[2], 1)])
-@pytest.mark.parametrize("name", EITHER)
-def test_right_or_refused(new_ranks: Bench, name: str, setup: Setup, accumulation: int) -> None:
-    setup = replace(setup, steps=4, accumulation=accumulation)
-    case, sentence = EITHER[name]
-    found = new_ranks.on_ranks(setup.world, trace_or_told, name, setup)
-    if any(isinstance(one, str) for one in found):
-        assert all(isinstance(one, str) and re.search(sentence, one) for one in found), found
-    else:
-        bad = problems(worst_of_ranks(found, reference(case, setup)), 1e-10)
-        assert not bad, bad
+@each_of([Setup(1, 0, 0.0, 2, steps=4), Setup(1, 3, 0.6, 3, steps=4), Setup(2, 3, 0.6, steps=4)])
+def test_right_or_refused(new_ranks: Bench, setup: Setup) -> None:
+    answers = zip(*new_ranks.on_ranks(setup.world, traces_or_told, setup), strict=True)
+    for found, (case, sentence) in zip(answers, EITHER.items(), strict=True):
+        if any(isinstance(one, str) for one in found):
+            assert all(isinstance(one, str) and re.search(sentence, one) for one in found), found
+        else:
+            bad = problems(worst_of_ranks(found, reference(case, setup)), 1e-10)
+            assert not bad, (case.name, bad)

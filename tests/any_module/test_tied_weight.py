@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import gptpar
 from gptpar.offload.events import EventLog, What
+from tests.any_module.case import engine_config
 from tests.offload_log import logged, starts_of
 from tests.unit.offload.host_optimizers import wait_until
 
@@ -44,14 +45,7 @@ def train(ratio: float, passes: int, log: EventLog | None = None, **options: boo
     torch.manual_seed(0)
     model = Model(**options).double()
     nn.init.normal_(model.embedding.weight, std=0.02)
-    zero = {"offload_optimizer": {"device": "cpu", "ratio": ratio}} if ratio else {}
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_accumulation_steps": passes,
-        "gradient_clipping": 1000.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": zero,
-    }
+    config = engine_config(ratio=ratio, accumulation=passes, gradient_clipping=1000.0)
     engine, *_ = gptpar.initialize(model=model, config=config)
     generator, losses = torch.Generator().manual_seed(1), []
     for number in range(STEPS * passes):
@@ -88,13 +82,8 @@ def test_a_head_without_a_gradient_is_waited_for_by_nobody() -> None:
     """The head is called and its output is not used: the gradient comes from the embedding alone."""
     torch.manual_seed(0)
     model = Model().double()
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
-    }
     with logged() as log:
-        engine, *_ = gptpar.initialize(model=model, config=config)
+        engine, *_ = gptpar.initialize(model=model, config=engine_config(ratio=1.0, optimizer={"type": "AdamW"}))
         before = model.embedding.weight.detach().clone()
         engine(torch.arange(9).expand(3, 9))
         assert model.embedded is not None

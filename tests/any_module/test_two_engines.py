@@ -1,58 +1,49 @@
 """Loops with two engines, whose losses lead through each other's modules, against the same loop in plain torch."""
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from tests.any_module.case import SAMPLES, Setup, make_optimizer
+import gptpar
+from tests.any_module.case import SAMPLES, WIDTH, Setup, fp64, make_optimizer
 from tests.any_module.cases import CASES
-from tests.any_module.harness import GPTPAR, initializer
+from tests.any_module.layouts import each_of
 from tests.any_module.matrix import Bench
+from tests.any_module.oddities.flow import Recomputed
 from tests.any_module.on_rank import said
-from tests.any_module.reference import Named
+from tests.any_module.reference import Named, assert_weights, copy_of_weights
+from tests.any_module.zoo import Mlp
 
-STEPS, NOISE, WIDTH, TOLERANCE = 4, 6, 8, 1e-10
+STEPS, TOLERANCE = 4, 1e-10
 SETUPS = [Setup(1, 3, 0.6), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2, 0.6), Setup(2, 3)]
 
 
-class Net(nn.Module):
-    """Blocks in a list, so that each is a unit; ``recomputes``: their activations are computed again."""
-
-    def __init__(self, first: int, last: int, recomputes: bool = False):
-        super().__init__()
-        self.first, self.last, self.recomputes = nn.Linear(first, WIDTH), nn.Linear(WIDTH, last), recomputes
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = x + (checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x))
-        return self.last(x)
-
-
-def networks(recomputes: bool) -> tuple[Net, Net]:
-    """(generator, discriminator), the same values at every call."""
-    torch.manual_seed(0)
-    return Net(NOISE, WIDTH, recomputes).double(), Net(WIDTH, 1, recomputes).double()
+def networks(recomputes: bool) -> tuple[nn.Module, nn.Module]:
+    """(generator, discriminator), the same values at every call; ``recomputes``: their activations are."""
+    with fp64():
+        torch.manual_seed(0)
+        build = partial(Recomputed, reentrant=False) if recomputes else Mlp
+        return build(), build()
 
 
 def batch_of(step: int, rows: slice) -> tuple[Tensor, Tensor]:
     """(real samples, noise)"""
     generator = torch.Generator().manual_seed(step)
-    draw = torch.randn(2 * SAMPLES, WIDTH + NOISE, generator=generator, dtype=torch.float64)[rows]
-    return draw[:, :WIDTH], draw[:, WIDTH:]
+    real, noise = torch.randn(2, 2 * SAMPLES, WIDTH, generator=generator, dtype=torch.float64)
+    return real[rows], noise[rows]
 
 
-def score(logits: Tensor, real: bool) -> Tensor:
+def score(scores: Tensor, real: bool) -> Tensor:
+    logits = scores.mean(1)
     return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, float(real)))
 
 
-def in_plain_torch(recomputes: bool) -> tuple[list[float], list[Named]]:
+def gan_in_plain_torch(recomputes: bool) -> tuple[list[float], list[Named]]:
     """(losses of generator and discriminator by turns, last weights of both)"""
     gen, disc = networks(recomputes)
     gen_adam, disc_adam = make_optimizer(gen.parameters()), make_optimizer(disc.parameters())
@@ -72,17 +63,32 @@ def in_plain_torch(recomputes: bool) -> tuple[list[float], list[Named]]:
         nn.utils.clip_grad_norm_(gen.parameters(), 0.5)
         gen_adam.step()
         losses += [gen_loss.item(), loss.item()]
-    return losses, [{name: p.detach().clone() for name, p in net.named_parameters()} for net in (gen, disc)]
+    return losses, [copy_of_weights(gen), copy_of_weights(disc)]
 
 
-def by_engines(rank: int, setup: Setup, recomputes: bool) -> tuple[list[float], list[Named]]:
+def engines_of(setup: Setup, recomputes: bool = False) -> list[Any]:
+    """For both networks."""
+    return [gptpar.initialize(model=net, config=setup.config(CASES["mlp"]))[0] for net in networks(recomputes)]
+
+
+def rows_of(rank: int, setup: Setup) -> slice:
+    """This rank's part of a batch."""
+    return slice(None) if setup.world == 1 else slice(rank * SAMPLES, (rank + 1) * SAMPLES)
+
+
+def closed(engines: list[Any]) -> list[Named]:
+    """The weights of both."""
+    for engine in engines:
+        engine.close()
+    return [copy_of_weights(engine.module) for engine in engines]
+
+
+def gan(rank: int, setup: Setup, recomputes: bool) -> tuple[list[float], list[Named]]:
     """The same loop; losses are this rank's."""
-    nets, config = networks(recomputes), setup.config(CASES["mlp"])
-    gen, disc = (initializer(GPTPAR)(model=net, config=config)[0] for net in nets)
-    rows = slice(None) if setup.world == 1 else slice(rank * SAMPLES, (rank + 1) * SAMPLES)
+    gen, disc = engines_of(setup, recomputes)
     losses = []
     for step in range(STEPS):
-        real, noise = batch_of(step, rows)
+        real, noise = batch_of(step, rows_of(rank, setup))
         disc.zero_grad()
         with disc.no_sync() if step % 2 else nullcontext():
             disc.backward(score(disc(real), True))
@@ -99,70 +105,52 @@ def by_engines(rank: int, setup: Setup, recomputes: bool) -> tuple[list[float], 
             assert not any(disc.engine.gatherer.is_present(unit.name) for unit in disc.engine.table.units)
         gen.step()
         losses += [gen_loss.item(), loss.item()]
-    weights = []
-    for engine in (gen, disc):
-        with engine.gathered():
-            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
-        engine.close()
-    return losses, weights
+    return losses, closed([gen, disc])
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: str(setup).replace(", ", "-"))
+@each_of(SETUPS)
 def test_gan(bench: Bench, setup: Setup) -> None:
     recomputes = (setup.stage == 3) == (setup.ratio > 0)
-    wanted_losses, wanted = in_plain_torch(recomputes)
-    found = bench.on_ranks(setup.world, by_engines, setup, recomputes)
+    wanted_losses, wanted = gan_in_plain_torch(recomputes)
+    found = bench.on_ranks(setup.world, gan, setup, recomputes)
     means = [sum(some) / len(found) for some in zip(*(losses for losses, _ in found), strict=True)]
     assert means == pytest.approx(wanted_losses, rel=TOLERANCE)
-    for _, nets in found:
-        for got, want in zip(nets, wanted, strict=True):
-            for name, value in want.items():
-                assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
+    for number, net in enumerate(wanted):
+        assert_weights((nets[number] for _, nets in found), net)
 
 
 # A joint loss: each engine's backward gives its own gradients.
 
 
 def joint(rank: int, setup: Setup) -> list[Named]:
-    encoder, decoder = networks(recomputes=False)
-    engines = [initializer(GPTPAR)(model=net, config=setup.config(CASES["mlp"]))[0] for net in (encoder, decoder)]
-    rows = slice(None) if setup.world == 1 else slice(rank * SAMPLES, (rank + 1) * SAMPLES)
+    engines = engines_of(setup)
     for step in range(3):
-        loss = engines[1](engines[0](batch_of(step, rows)[1])).square().mean()
+        loss = engines[1](engines[0](batch_of(step, rows_of(rank, setup))[1])).square().mean()
         engines[0].backward(loss, retain_graph=True)
         engines[1].backward(loss)
         for engine in engines:
             engine.step()
-    weights = []
-    for engine in engines:
-        with engine.gathered():
-            weights.append({name: p.detach().clone() for name, p in engine.module.named_parameters()})
-        engine.close()
-    return weights
+    return closed(engines)
 
 
-@pytest.mark.parametrize("setup", [Setup(1, 0), Setup(2, 3, 0.6)], ids=lambda setup: str(setup).replace(", ", "-"))
+@each_of([Setup(1, 0), Setup(2, 3, 0.6)])
 def test_joint_loss(bench: Bench, setup: Setup) -> None:
     nets = networks(recomputes=False)
     optimizers = [make_optimizer(net.parameters()) for net in nets]
     for step in range(3):
-        loss = nets[1](nets[0](batch_of(step, slice(None))[1])).square().mean()
-        loss.backward()
+        nets[1](nets[0](batch_of(step, slice(None))[1])).square().mean().backward()
         for net, optimizer in zip(nets, optimizers, strict=True):
             nn.utils.clip_grad_norm_(net.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    for found in bench.on_ranks(setup.world, joint, setup):
-        for got, net in zip(found, nets, strict=True):
-            for name, value in net.named_parameters():
-                assert (got[name] - value).abs().max() <= TOLERANCE * value.abs().max(), name
+    for encoder, decoder in bench.on_ranks(setup.world, joint, setup):
+        assert_weights([encoder], copy_of_weights(nets[0]))
+        assert_weights([decoder], copy_of_weights(nets[1]))
 
 
 def step_without_backward(rank: int) -> str:
     """What an engine says that takes a step after another engine's backward pass alone."""
-    engines: list[Any] = [
-        initializer(GPTPAR)(model=net, config=Setup().config(CASES["mlp"]))[0] for net in networks(recomputes=False)
-    ]
+    engines = engines_of(Setup())
     engines[1].backward(engines[1](engines[0](batch_of(0, slice(None))[1])).square().mean())
     engines[1].step()
     return said(rank, engines[0].step)

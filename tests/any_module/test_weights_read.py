@@ -10,87 +10,68 @@ import torch
 from torch import nn
 
 from gptpar.errors import GptparError
-from tests.any_module.case import Setup
+from tests.any_module.case import WIDTH, Setup
 from tests.any_module.cases import CASES
 from tests.any_module.harness import Training
-from tests.any_module.layouts import covering
+from tests.any_module.layouts import covering, each_of
 from tests.any_module.matrix import Bench
 
 ALONE = [Setup(1, 0), Setup(1, 3, 1.0), Setup(2, 0, 0.6), Setup(2, 1), Setup(2, 2)]
 """Each process can see to it alone that the values are there."""
 TOGETHER = [Setup(2, 1, 0.6), Setup(2, 2, 1.0), Setup(2, 3), Setup(2, 3, 0.6)]
 """Values are gathered from all processes."""
-LAYOUTS = [*ALONE, *TOGETHER]
-layouts = pytest.mark.parametrize("setup", LAYOUTS, ids=lambda setup: str(setup).replace(", ", "-"))
-
-Reader = Callable[[nn.Module], list[Any]]
-
-
-def norms(model: nn.Module) -> list[Any]:
-    return [float(parameter.detach().norm()) for parameter in model.parameters()]
-
-
-def by_numpy(model: Any) -> list[Any]:
-    return [model.last.weight.detach().numpy().sum(), model.blocks[2].up.weight.tolist()[0][0]]
+READERS: dict[str, Callable[[Any], list[Any]]] = {
+    "norms": lambda model: [float(parameter.detach().norm()) for parameter in model.parameters()],
+    "by numpy": lambda model: [model.last.weight.detach().numpy().sum(), model.blocks[2].up.weight.tolist()[0][0]],
+    "leaf of the root": lambda model: model.last(torch.ones(1, WIDTH, dtype=torch.float64)).tolist(),
+    "block by itself": lambda model: block_by_itself(model),
+    "copies": lambda model: [copy.deepcopy(model.blocks[1].up.weight).sum().item()],
+}
 
 
-def leaf_of_the_root(model: Any) -> list[Any]:
-    return model.last(torch.ones(1, model.last.in_features, dtype=torch.float64)).tolist()
-
-
+@torch.no_grad()
 def block_by_itself(model: Any) -> list[Any]:
-    with torch.no_grad():
-        return model.blocks[1](torch.ones(1, 16, dtype=torch.float64)).tolist()
+    return model.blocks[1](torch.ones(1, WIDTH, dtype=torch.float64)).tolist()
 
 
-def copies(model: Any) -> list[Any]:
-    return [copy.deepcopy(model.blocks[1].up.weight).sum().item()]
-
-
-READERS: list[Reader] = [norms, by_numpy, leaf_of_the_root, block_by_itself, copies]
-
-
-def read(rank: int, setup: Setup, engine: str, reader: Reader) -> list[list[Any] | str]:
+def read(rank: int, setup: Setup, reader: str) -> list[list[Any] | str]:
     """After each of three steps: (what is read, what is there)."""
-    training, found = Training(CASES["mlp"], setup, engine), []
+    training, found = Training(CASES["mlp"], setup), []
     for step in range(3):
-        losses = training.case.losses_of(training.engine, training.make_batch(step, 0))
-        training.engine.backward(losses[0])
+        training.engine.backward(training.loss_of(step))
         training.engine.step()
         try:
-            got: Any = reader(training.model)
+            got: Any = READERS[reader](training.model)
         except GptparError as error:
             got = str(error)
         with training.engine.gathered():
-            wanted = reader(training.model)
-        found.append([got, wanted])
+            found.append([got, READERS[reader](training.model)])
     training.engine.close()
     return found
 
 
 @pytest.mark.parametrize(
     ("reader", "setup"),
-    [*covering(READERS, [*ALONE, TOGETHER[-1]]), *covering([norms], TOGETHER[:-1]), (copies, TOGETHER[1])],
+    [*covering(READERS, [*ALONE, TOGETHER[-1]]), *covering(["norms"], TOGETHER[:-1]), ("copies", TOGETHER[1])],
 )
-def test_reading_after_a_step_gives_its_values_or_says_gathered(bench: Bench, setup: Setup, reader: Reader) -> None:
-    for found in bench.on_ranks(setup.world, read, setup, bench.engine, reader):
+def test_reading_after_a_step_gives_its_values_or_says_gathered(bench: Bench, setup: Setup, reader: str) -> None:
+    for found in bench.on_ranks(setup.world, read, setup, reader):
         assert found[0][1] != found[2][1]
         for got, wanted in found:
-            if setup in ALONE or reader is block_by_itself:
+            if setup in ALONE or reader == "block by itself":
                 assert got == wanted
             else:
                 assert isinstance(got, str) and re.search(r"(blocks|first|last).*gathered", got), got
 
 
-def written(rank: int, setup: Setup, engine: str) -> bool:
+def written(rank: int, setup: Setup) -> bool:
     """A weight is doubled after a step, outside of ``gathered``; whether it is in what the next one starts from."""
-    training = Training(CASES["mlp"], setup, engine)
+    training = Training(CASES["mlp"], setup)
     training.run(0, 2)
     with torch.no_grad():
         training.model.last.bias.mul_(2).add_(1)
-    with training.engine.gathered():
-        wanted = training.trace.weights[-1]["last.bias"] * 2 + 1
-        same = torch.equal(training.model.last.bias, wanted)
+    wanted = training.trace.weights[-1]["last.bias"] * 2 + 1
+    same = torch.equal(training.weights()["last.bias"], wanted)
     for group in training.optimizer.param_groups:
         group["lr"] = 0.0
     training.run(2, 3)
@@ -99,15 +80,14 @@ def written(rank: int, setup: Setup, engine: str) -> bool:
     return same
 
 
-@pytest.mark.parametrize("setup", ALONE, ids=lambda setup: str(setup).replace(", ", "-"))
+@each_of(ALONE)
 def test_writing_after_a_step_changes_its_values(bench: Bench, setup: Setup) -> None:
-    assert all(bench.on_ranks(setup.world, written, setup, bench.engine))
+    assert all(bench.on_ranks(setup.world, written, setup))
 
 
-def about(rank: int, setup: Setup, engine: str) -> bool:
+def about(rank: int, setup: Setup) -> bool:
     """What tells about parameters is always there; and whatever was read, forward sees plain parameters."""
-    training = Training(CASES["mlp"], setup, engine)
-    seen: list[type] = []
+    training, seen = Training(CASES["mlp"], setup), []
     training.model.last.register_forward_pre_hook(lambda module, args: seen.append(type(module.weight)))
     for step in range(2):
         for parameter in training.model.parameters():
@@ -121,6 +101,6 @@ def about(rank: int, setup: Setup, engine: str) -> bool:
     return seen == [nn.Parameter] * 2
 
 
-@layouts
+@each_of([Setup(1, 0), *TOGETHER])
 def test_what_tells_about_parameters_is_always_there(bench: Bench, setup: Setup) -> None:
-    assert all(bench.on_ranks(setup.world, about, setup, bench.engine))
+    assert all(bench.on_ranks(setup.world, about, setup))

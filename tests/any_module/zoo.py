@@ -1,6 +1,7 @@
 """The models of the proof: transformers' GPT-2 and Llama, a CNN with BatchNorm, an MLP."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -121,15 +122,11 @@ def llama() -> nn.Module:
     return model
 
 
-def checkpointed(build: Callable[[], nn.Module], use_reentrant: bool) -> Callable[[], nn.Module]:
+def checkpointed(build: Callable[[], nn.Module], use_reentrant: bool) -> nn.Module:
     """The same with transformers' own gradient checkpointing."""
-
-    def make() -> nn.Module:
-        model = build()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
-        return model
-
-    return make
+    model = build()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})  # type: ignore
+    return model
 
 
 def language_model(model: Model, batch: Batch) -> torch.Tensor:
@@ -144,20 +141,28 @@ def images_channels_last(generator: torch.Generator) -> Batch:
 
 
 def cnn_channels_last() -> nn.Module:
-    """Its convolutions' weights have other strides, too."""
-    return Cnn().to(memory_format=torch.channels_last)
+    """Its convolutions' weights have other strides, too, whenever they are used."""
+    model = Cnn().to(memory_format=torch.channels_last)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(_assert_strides)
+    return model
+
+
+def _assert_strides(module: nn.Module, args: object) -> None:
+    assert module.weight.is_contiguous(memory_format=torch.channels_last), "the user's strides are lost"  # type: ignore
 
 
 ZOO = by_name(
     [
         Case("mlp", Mlp),
         Case("gpt2", gpt2, tokens, language_model),
-        Case("gpt2_checkpointed", checkpointed(gpt2, False), tokens, language_model),
-        Case("gpt2_checkpointed_reentrant", checkpointed(gpt2, True), tokens, language_model),
+        Case("gpt2_checkpointed", partial(checkpointed, gpt2, False), tokens, language_model),
+        Case("gpt2_checkpointed_reentrant", partial(checkpointed, gpt2, True), tokens, language_model),
         Case("llama", llama, tokens, language_model),
-        Case("llama_checkpointed", checkpointed(llama, False), tokens, language_model),
-        Case("llama_checkpointed_reentrant", checkpointed(llama, True), tokens, language_model),
-        Case("cnn", Cnn, images, entropy, synchronised=True),
-        Case("cnn_channels_last", cnn_channels_last, images_channels_last, entropy, synchronised=True),
+        Case("llama_checkpointed", partial(checkpointed, llama, False), tokens, language_model),
+        Case("llama_checkpointed_reentrant", partial(checkpointed, llama, True), tokens, language_model),
+        Case("cnn", Cnn, images, entropy),
+        Case("cnn_channels_last", cnn_channels_last, images_channels_last, entropy),
     ]
 )

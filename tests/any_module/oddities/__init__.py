@@ -2,10 +2,9 @@
 
 from tests.any_module.case import by_name
 from tests.any_module.oddities.flow import FLOW
-from tests.any_module.oddities.freezing import FREEZING
 from tests.any_module.oddities.late_reads import LATE_READS
 from tests.any_module.oddities.parameters import PARAMETERS
 from tests.any_module.oddities.people import PEOPLE
 from tests.any_module.oddities.training import TRAINING
 
-ODDITIES = by_name([*PARAMETERS, *FREEZING, *FLOW, *LATE_READS, *TRAINING, *PEOPLE])
+ODDITIES = by_name([*PARAMETERS, *FLOW, *LATE_READS, *TRAINING, *PEOPLE])

@@ -31,22 +31,15 @@ class MlpOf(Mlp):
         return block(x)
 
 
-class DictBlock(Block):
-    """Dictionary in, dictionary out."""
+class FormBlock(Block):
+    """Takes and returns its tensor in another form; see the functions below."""
 
-    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
-        return {**inputs, "x": super().forward(inputs["x"]), "count": inputs["count"] + 1, "none": None}
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.form = form
 
-
-class Dictionaries(MlpOf):
-    def __init__(self) -> None:
-        super().__init__(DictBlock)
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        out: dict[str, Any] = {"x": self.first(x), "count": 0}
-        for block in self.blocks:
-            out = block(out)
-        return {"y": self.last(out["x"]), "blocks": [out["count"], out["none"]]}
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.form(super().forward, *args, **kwargs)
 
 
 @dataclass
@@ -56,17 +49,66 @@ class Output:
     name: str = "output"
 
 
-class DataclassBlock(Block):
-    def forward(self, x: torch.Tensor) -> Output:  # type: ignore[override]
-        y = super().forward(x)
-        return Output(y, y.square().mean())
+class Pair(NamedTuple):
+    x: torch.Tensor
+    rest: tuple[Any, ...]
+
+
+def dictionaries(block: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    return {**inputs, "x": block(inputs["x"]), "count": inputs["count"] + 1, "none": None}
+
+
+def nested_tuples(block: Any, x: torch.Tensor) -> Pair:
+    """With None in them; of one output no gradient comes back."""
+    y = block(x)
+    return Pair(y, (None, [y * 2, (torch.sigmoid(y), None)], torch.arange(3)))
+
+
+def keywords(block: Any, *, x: torch.Tensor, scale: torch.Tensor, none: None) -> torch.Tensor:
+    return block(x) * scale
+
+
+def views(block: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return block(x).chunk(2, dim=-1)
+
+
+def its_input(block: Any, x: torch.Tensor) -> torch.Tensor:
+    """The very tensor that it was given."""
+    return x
+
+
+def dataclass_of(block: Any, x: torch.Tensor) -> Output:
+    """Not known to pytree: a hook that looks for tensors by itself finds none."""
+    y = block(x)
+    return Output(y, y.square().mean())
+
+
+class InOtherForms(MlpOf):
+    """A block of each form but dataclasses, and a skip connection; the model is called by keywords alone."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        forms = (dictionaries, dictionaries, nested_tuples, keywords, its_input, views)
+        self.blocks = nn.ModuleList(FormBlock(form) for form in forms)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, *, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
+        out = self.blocks[1](self.blocks[0]({"x": self.first(x), "count": 0}))
+        x, (none, (_, (gate, _)), count) = self.blocks[2](out["x"])
+        assert none is None and count.dtype == torch.int64
+        x = self.blocks[3](x=x * gate, scale=self.scale, none=None)
+        one, other = self.blocks[5](self.blocks[4](x))
+        x = out["x"] + torch.cat([other, one.tanh()], dim=-1)
+        return {"y": self.last(x), "blocks": [out["count"], out["none"]]}
+
+
+def in_other_forms(model: Model, batch: Batch) -> torch.Tensor:
+    return F.mse_loss(model(x=batch["x"])["y"], batch["y"])
 
 
 class Dataclasses(MlpOf):
-    """Not known to pytree: a hook that looks for tensors by itself finds none."""
-
     def __init__(self) -> None:
-        super().__init__(DataclassBlock)
+        super().__init__(partial(FormBlock, dataclass_of))
 
     def forward(self, x: torch.Tensor) -> Output:
         x, penalty = self.first(x), torch.zeros(())
@@ -76,43 +118,9 @@ class Dataclasses(MlpOf):
         return Output(self.last(x), penalty)
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    rest: tuple[Any, ...]
-
-
-class TupleBlock(Block):
-    """Nested tuples with None in them; of one output no gradient comes back."""
-
-    def forward(self, x: torch.Tensor) -> Pair:  # type: ignore[override]
-        y = super().forward(x)
-        return Pair(y, (None, [y * 2, (torch.sigmoid(y), None)], torch.arange(3)))
-
-
-class NestedTuples(MlpOf):
-    def __init__(self) -> None:
-        super().__init__(TupleBlock)
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        x, (none, (_, (gate, _)), count) = block(x)
-        assert none is None and count.dtype == torch.int64
-        return x * gate
-
-
-class KeywordBlock(Block):
-    def forward(self, *, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) * (1 if scale is None else scale)
-
-
-class Keywords(MlpOf):
-    """Blocks and model are called by keywords alone; one value is a tensor that needs a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__(KeywordBlock)
-        self.scale = nn.Parameter(torch.tensor(0.9))
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return block(x=x, scale=self.scale)
+def of_dataclass(model: Model, batch: Batch) -> torch.Tensor:
+    out = model(batch["x"])
+    return F.mse_loss(out.y, batch["y"]) + 0.1 * out.penalty
 
 
 class SideBlock(Block):
@@ -127,11 +135,6 @@ class SideBlock(Block):
 
 
 class SideOutputs(MlpOf):
-    def __init__(self) -> None:
-        super().__init__(SideBlock)
-
-
-class SideOutputAlone(MlpOf):
     """What the last block returns is detached: its gradient comes from the side alone."""
 
     def __init__(self) -> None:
@@ -169,82 +172,47 @@ class InPlaceEdits(MlpOf):
 
 
 class RecomputingBlock(Block):
-    """Recomputes its inside by itself."""
+    """``inside``: recomputes its inside by itself."""
 
-    def __init__(self, reentrant: bool = False) -> None:
+    def __init__(self, inside: bool, reentrant: bool) -> None:
         super().__init__()
+        self.inside, self.reentrant = inside, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.inside:
+            return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        return super().forward(x)
+
+
+class Recomputed(MlpOf):
+    """A block that recomputes itself, one called under checkpoint, two under one, and recomputation within another."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(RecomputingBlock(number in (0, 4), reentrant) for number in range(5))
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+        x = self.blocks[0](self.first(x))
+        for part in (self.blocks[1], self._two_blocks, self.blocks[4]):
+            x = checkpoint(part, x, use_reentrant=self.reentrant)
+        return self.last(x)
+
+    def _two_blocks(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.blocks[3](torch.tanh(self.blocks[2](x))))
 
 
-class RecomputesCalls(MlpOf):
-    """The root calls its blocks under torch.utils.checkpoint."""
-
-    def __init__(self, reentrant: bool = False) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=self.reentrant)
-
-
-class RecomputesTwoBlocks(RecomputesCalls):
-    """One recomputation goes over several blocks and what is between them."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(checkpoint(self.both, self.first(x), use_reentrant=self.reentrant))
-
-    def both(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-class NestedRecomputation(MlpOf):
-    """Recomputation within recomputation."""
+class PartsWithoutGradient(MlpOf):
+    """One block's output is detached; one runs under no_grad, and again with a gradient; another one always without."""
 
     def __init__(self) -> None:
-        super().__init__(RecomputingBlock)
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(block, x, use_reentrant=False)
-
-
-class PartWithoutGradient(MlpOf):
-    """A block runs under no_grad, and again with a gradient; another one always without."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        with torch.no_grad():
-            target = self.blocks[2](self.blocks[0](x))
-        return self.last(self.blocks[1](self.blocks[0](x)) * torch.sigmoid(target))
-
-
-class DetachedMiddle(MlpOf):
-    """No gradient reaches what comes before."""
+        super().__init__(blocks=4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.blocks[0](self.first(x)).detach()
-        return self.last(self.blocks[2](self.blocks[1](x)))
-
-
-class Idle(nn.Module):
-    """Returns the very tensor it was given; its parameter goes into the loss by another way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-class ReturnsItsInput(MlpOf):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks.insert(1, Idle())
+        with torch.no_grad():
+            target = self.blocks[2](self.blocks[1](x))
+        return self.last(self.blocks[3](self.blocks[1](x)) * torch.sigmoid(target))
 
 
 class InputsWithGradient(MlpOf):
@@ -257,81 +225,26 @@ class InputsWithGradient(MlpOf):
         return super().forward(x) + slope.detach()
 
 
-class ManyOutputsBlock(Block):
-    """Outputs that are views of one tensor."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        return super().forward(x).chunk(2, dim=-1)
-
-
-class Views(MlpOf):
-    def __init__(self) -> None:
-        super().__init__(ManyOutputsBlock)
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        one, other = block(x)
-        return torch.cat([other, one.tanh()], dim=-1)
-
-
-class BlocksWithinBlocks(MlpOf):
-    """A list of blocks in each block of a list."""
+class CalledInOtherWays(MlpOf):
+    """Blocks with blocks inside; one runs by ``forward``, without hooks, and of another one the parts are called."""
 
     def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(Block(), nn.Sequential(Block(), Block())), 2)
+        super().__init__(lambda: nn.Sequential(Block(), nn.Sequential(Block(), Block())), 4)
 
-
-class CallsAnotherMethod(MlpOf):
-    """Blocks run by a method that is not ``forward``: no hook of theirs is called."""
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return block.forward(x)
-
-
-class UsesPartsOfBlocks(MlpOf):
-    """Calls the parts of blocks that are never called themselves."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
-
-    def through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        first, second = block.children()
-        return x + second(first(x).relu())
-
-
-def of_key(model: Model, batch: Batch) -> torch.Tensor:
-    return F.mse_loss(model(batch["x"])["y"], batch["y"])
-
-
-def of_dataclass(model: Model, batch: Batch) -> torch.Tensor:
-    out = model(batch["x"])
-    return F.mse_loss(out.y, batch["y"]) + 0.1 * out.penalty
-
-
-def by_keyword(model: Model, batch: Batch) -> torch.Tensor:
-    return F.mse_loss(model(x=batch["x"]), batch["y"])
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1].forward(self.blocks[0](self.first(x)))
+        one, two = self.blocks[2].children()
+        return self.last(self.blocks[3](x + two(one(x).relu())))
 
 
 FLOW = [
-    Case("dictionaries", Dictionaries, loss=of_key),
+    Case("blocks_in_other_forms", InOtherForms, loss=in_other_forms),
     Case("dataclasses", Dataclasses, loss=of_dataclass),
-    Case("nested_tuples", NestedTuples),
-    Case("keywords", Keywords, loss=by_keyword),
     Case("side_outputs", SideOutputs, loss=with_sides),
-    Case("side_output_alone", SideOutputAlone, loss=with_sides),
     Case("in_place_edits", InPlaceEdits),
-    Case("recomputation_inside", lambda: MlpOf(RecomputingBlock)),
-    Case("recomputation_inside_reentrant", lambda: MlpOf(partial(RecomputingBlock, True))),
-    Case("block_called_under_checkpoint", RecomputesCalls),
-    Case("block_called_under_checkpoint_reentrant", partial(RecomputesCalls, True)),
-    Case("several_blocks_under_checkpoint", RecomputesTwoBlocks),
-    Case("several_blocks_under_checkpoint_reentrant", partial(RecomputesTwoBlocks, True)),
-    Case("nested_recomputation", NestedRecomputation),
-    Case("part_without_gradient", PartWithoutGradient),
-    Case("detached_middle", DetachedMiddle),
-    Case("block_returns_its_input", ReturnsItsInput),
+    Case("recomputed", partial(Recomputed, False)),
+    Case("recomputed_reentrant", partial(Recomputed, True)),
+    Case("parts_without_gradient", PartsWithoutGradient),
     Case("gradient_of_an_input_within_forward", InputsWithGradient),
-    Case("outputs_are_views", Views),
-    Case("blocks_within_blocks", BlocksWithinBlocks),
-    Case("forward_called_directly", CallsAnotherMethod),
-    Case("parts_of_blocks_are_called", UsesPartsOfBlocks),
+    Case("blocks_called_in_other_ways", CalledInOtherWays),
 ]

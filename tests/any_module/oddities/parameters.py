@@ -1,12 +1,15 @@
 """Oddities of parameters and buffers: who shares them, who reads them, what they look like."""
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.any_module.case import VOCABULARY, WIDTH, Batch, Case, Model, images, next_token, tokens
+from tests.any_module.case import VOCABULARY, WIDTH, Batch, Case, Model, next_token, tokens
 from tests.any_module.zoo import Block, Mlp
 
 
@@ -28,27 +31,12 @@ class TiedWeights(nn.Module):
 
 
 class TiedBlocks(Mlp):
-    """Two blocks have one matrix in common."""
+    """Two blocks have one matrix in common; another block is in the list twice, so it is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[2].up.weight = self.blocks[0].up.weight
-
-
-class SharedModule(Mlp):
-    """One block is called twice."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.first(x))
-        return self.last(self.blocks[1](self.blocks[2](self.blocks[0](x))))
-
-
-class SharedUnderTwoNames(Mlp):
-    """One block is in the list twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2] = self.blocks[0]
+        self.blocks.append(self.blocks[1])
 
 
 class UsesTwice(nn.Module):
@@ -62,19 +50,12 @@ class UsesTwice(nn.Module):
         return F.linear(torch.tanh(F.linear(x, self.weight)), self.weight)
 
 
-class ParameterUsedTwice(Mlp):
-    """In each block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(UsesTwice() for _ in range(3))
-
-
-class UsedTwiceRecomputed(ParameterUsedTwice):
+class UsedTwiceRecomputed(Mlp):
     """Each recomputation accumulates its gradient by itself: the parameter's hook fires twice in a pass."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
+        self.blocks = nn.ModuleList(UsesTwice() for _ in range(3))
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,20 +66,25 @@ class UsedTwiceRecomputed(ParameterUsedTwice):
         return self.last(x)
 
 
-class ParameterUnused(Mlp):
-    """Never: a parameter of the root, one in a block, a whole block."""
+class OddParameters(Mlp):
+    """At the root and in blocks: without dimensions, without elements, none, not used, and of other strides."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale, self.empty = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.empty(0, 4))
         self.spare = nn.Parameter(torch.randn(5))
+        self.blocks[0].up.weight = nn.Parameter((torch.randn(WIDTH, 2 * WIDTH) / 4).t())
+        self.blocks[1].empty = nn.Parameter(torch.empty(0))
+        self.blocks[1].register_parameter("none", None)
         self.blocks[1].spare = nn.Linear(3, 3)
-        self.blocks.append(Block())
+        self.blocks.append(Block())  # is never called
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.blocks[0].up.weight.t().is_contiguous(), "the user's strides are lost"
         x = self.first(x)
         for block in self.blocks[:-1]:
             x = block(x)
-        return self.last(x)
+        return self.last(x) * self.scale + self.empty.sum() + self.blocks[1].empty.sum()
 
 
 class BlocksByStep(Mlp):
@@ -111,44 +97,27 @@ class BlocksByStep(Mlp):
         return self.last(x)
 
 
-def in_changing_order(model: Model, batch: Batch) -> torch.Tensor:
-    """The same order on all ranks, another one in each step."""
-    order = [[0, 1, 2], [2, 0, 1], [1, 0, 2], [2, 1, 0]][batch["step"] % 4]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
+def in_orders(*orders: list[int], by_micro_batch: bool = False) -> Callable[[Model, Batch], torch.Tensor]:
+    """The same order on all ranks, another one in each step, or in each micro-batch, too."""
+
+    def loss(model: Model, batch: Batch) -> torch.Tensor:
+        number = batch["step"] + by_micro_batch * batch["micro"]
+        return F.mse_loss(model(batch["x"], orders[number % len(orders)]), batch["y"])
+
+    return loss
 
 
-def unused_in_some_steps(model: Model, batch: Batch) -> torch.Tensor:
-    """A block rests now and then, once before it was ever used."""
-    order = [[0, 1], [0, 1, 2], [2], [0, 2]][batch["step"] % 4]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
+def in_two_calls(model: Model, batch: Batch) -> torch.Tensor:
+    """One backward pass over both calls' losses: each call leaves out a block, and two blocks are in both."""
+    first, second = model(batch["x"], [0, 1, 2]), model(batch["y"], [3, 2, 1])
+    return F.mse_loss(first, batch["y"]) + 0.3 * F.mse_loss(second, batch["x"])
 
 
-def unused_in_some_micro_batches(model: Model, batch: Batch) -> torch.Tensor:
-    """A block rests in one of the micro-batches of a step."""
-    order = [[0, 1, 2], [0, 2], [1, 2]][(batch["step"] + batch["micro"]) % 3]
-    return F.mse_loss(model(batch["x"], order), batch["y"])
-
-
-def frozen_parameters() -> nn.Module:
-    """Every bias."""
+def frozen(*parts: str) -> nn.Module:
+    """An MLP in which these parts are not trained."""
     model = Mlp()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("bias" not in name)
-    return model
-
-
-def frozen_block() -> nn.Module:
-    """In the middle: gradients pass through it."""
-    model = Mlp()
-    model.blocks[1].requires_grad_(False)
-    return model
-
-
-def frozen_beginning() -> nn.Module:
-    """The first layers: no gradient reaches them."""
-    model = Mlp()
-    model.first.requires_grad_(False)
-    model.blocks[0].requires_grad_(False)
+    for part in parts:
+        model.get_submodule(part).requires_grad_(False)
     return model
 
 
@@ -207,21 +176,6 @@ class Buffers(Mlp):
         return y
 
 
-class ReadOutside(nn.Module):
-    """The root multiplies by the embedding's matrix itself; the embedding is a unit that need not be there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.wte(x)
-        for block in self.blocks:
-            x = block(x)
-        return F.linear(x, self.wte.weight)
-
-
 class AttentionBlock(nn.Module):
     """``nn.MultiheadAttention`` reads the parameters of its ``out_proj`` without calling it."""
 
@@ -243,20 +197,6 @@ class Attention(TiedWeights):
         self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
 
 
-class ScalarAndEmpty(Mlp):
-    """A learned factor without dimensions, and a parameter without elements, at the root and in a block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.7))
-        self.empty = nn.Parameter(torch.empty(0, 4))
-        self.blocks[1].empty = nn.Parameter(torch.empty(0))
-        self.blocks[1].register_parameter("none", None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) * self.scale + self.empty.sum() + self.blocks[1].empty.sum()
-
-
 class ListOfParameters(nn.Module):
     """Containers of parameters have no forward pass."""
 
@@ -271,65 +211,14 @@ class ListOfParameters(nn.Module):
         return x * self.biases["b"]
 
 
-class Transposed(Mlp):
-    """A parameter whose elements do not lie in the order of its dimensions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[0].up.weight = nn.Parameter((torch.randn(WIDTH, 2 * WIDTH) / 4).t())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert self.blocks[0].up.weight.t().is_contiguous(), "the user's strides are lost"
-        return super().forward(x)
-
-
-def weight_norm() -> nn.Module:
-    """Torch's parametrization: a matrix that is computed from two parameters when it is read."""
+def computed_weights() -> nn.Module:
+    """Matrices that are computed from others when they are read, and by older functions before each forward pass."""
     model = Mlp()
     for block in model.blocks:
         parametrizations.weight_norm(block.up)
+        nn.utils.spectral_norm(block.down)
+    model.last = nn.utils.weight_norm(model.last)
     return model
-
-
-class Recurrent(nn.Module):
-    """An LSTM keeps a list of its parameters of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, batch_first=True) for _ in range(2))
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(x)
-        for layer in self.layers:
-            x, _ = layer(x)
-        return self.head(x)
-
-
-class ConvNet(nn.Module):
-    """Without BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*(nn.Conv2d(c, 6, 3, padding=1) for c in (3, 6, 6)))
-        self.head = nn.Linear(6, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            assert block.weight.is_contiguous(memory_format=torch.channels_last), "the user's strides are lost"
-            x = torch.tanh(block(x))
-        return self.head(x.mean((2, 3)))
-
-
-def channels_last() -> nn.Module:
-    """Convolutions with other strides."""
-    return ConvNet().to(memory_format=torch.channels_last)
-
-
-def classes(model: Model, batch: Batch) -> torch.Tensor:
-    """Cross entropy of images in channels_last."""
-    return F.cross_entropy(model(batch["x"].contiguous(memory_format=torch.channels_last)), batch["y"])
 
 
 # The norm of a gradient that one process has from one micro-batch is formed in the parameters' own dtype, and clipping
@@ -344,27 +233,24 @@ SOME_BF16_ROUNDINGS = 2**-5
 PARAMETERS = [
     Case("tied_weights", TiedWeights, tokens, next_token),
     Case("tied_blocks", TiedBlocks),
-    Case("shared_module_called_twice", SharedModule),
-    Case("shared_module_under_two_names", SharedUnderTwoNames),
-    Case("parameter_used_twice", ParameterUsedTwice),
-    Case("parameter_used_twice_recomputed", lambda: UsedTwiceRecomputed(False)),
-    Case("parameter_used_twice_recomputed_reentrant", lambda: UsedTwiceRecomputed(True)),
-    Case("parameter_unused", ParameterUnused),
-    Case("block_unused_in_some_steps", BlocksByStep, loss=unused_in_some_steps),
-    Case("block_unused_in_some_micro_batches", BlocksByStep, loss=unused_in_some_micro_batches),
-    Case("changing_order", BlocksByStep, loss=in_changing_order),
-    Case("frozen_parameters", frozen_parameters),
-    Case("frozen_block", frozen_block),
-    Case("frozen_beginning", frozen_beginning),
-    Case("mixed_fp64_fp32", lambda: MixedDtypes(torch.float64, torch.float32), tolerance=NORM_OF_FP32),
-    Case("mixed_bf16_fp32", lambda: MixedDtypes(torch.bfloat16, torch.float32), tolerance=SOME_BF16_ROUNDINGS),
+    Case("parameter_used_twice_recomputed", partial(UsedTwiceRecomputed, False)),
+    Case("parameter_used_twice_recomputed_reentrant", partial(UsedTwiceRecomputed, True)),
+    Case("odd_parameters", OddParameters),
+    Case("changing_order", BlocksByStep, loss=in_orders([0, 1, 2], [2, 0, 1], [1, 0, 2], [2, 1, 0])),
+    # A block rests now and then, once before it was ever used; and in one of the micro-batches of a step.
+    Case("block_unused_in_some_steps", BlocksByStep, loss=in_orders([0, 1], [0, 1, 2], [2], [0, 2])),
+    Case(
+        "block_unused_in_some_micro_batches",
+        BlocksByStep,
+        loss=in_orders([0, 1, 2], [0, 2], [1, 2], by_micro_batch=True),
+    ),
+    Case("two_calls_before_one_backward", partial(BlocksByStep, blocks=4), loss=in_two_calls),
+    Case("frozen_block", partial(frozen, "blocks.1")),  # gradients pass through it
+    Case("frozen_beginning", partial(frozen, "first", "blocks.0")),  # no gradient reaches it
+    Case("mixed_fp64_fp32", partial(MixedDtypes, torch.float64, torch.float32), tolerance=NORM_OF_FP32),
+    Case("mixed_bf16_fp32", partial(MixedDtypes, torch.bfloat16, torch.float32), tolerance=SOME_BF16_ROUNDINGS),
     Case("buffers", Buffers),
-    Case("parameter_read_outside_its_module", ReadOutside, tokens, next_token),
     Case("multihead_attention", Attention, tokens, next_token),
-    Case("scalar_and_empty_parameters", ScalarAndEmpty),
     Case("list_of_parameters", ListOfParameters),
-    Case("transposed_parameter", Transposed),
-    Case("weight_norm", weight_norm),
-    Case("recurrent", Recurrent, tokens, next_token),
-    Case("channels_last", channels_last, images, classes),
+    Case("computed_weights", computed_weights),
 ]

@@ -1,19 +1,13 @@
-"""Oddities of how a model is trained: several passes, several losses, groups, schedules, compilation."""
+"""Oddities of how a model is trained: passes, losses, groups, schedules, parameters frozen between steps."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.any_module.case import DECAY, LR, Batch, Case, Model
-from tests.any_module.oddities.flow import MlpOf
-from tests.any_module.zoo import Block, Mlp
-
-
-def two_forwards(model: Model, batch: Batch) -> torch.Tensor:
-    """One backward pass over the sum of two calls' losses."""
-    return F.mse_loss(model(batch["x"]), batch["y"]) + 0.3 * F.mse_loss(model(batch["y"]), batch["x"])
+from tests.any_module.case import DECAY, LR, Batch, Case, Model, squared_error
+from tests.any_module.zoo import Mlp
 
 
 def two_losses(model: Model, batch: Batch) -> list[torch.Tensor]:
@@ -25,19 +19,6 @@ def two_losses_of_one_graph(model: Model, batch: Batch) -> list[torch.Tensor]:
     """One call, two backward passes through it."""
     y = model(batch["x"])
     return [F.mse_loss(y, batch["y"]), 0.3 * y.abs().mean()]
-
-
-class LossesInside(Mlp):
-    """Returns its losses, as a list."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
-        out = super().forward(x)
-        return [F.mse_loss(out, y), out.square().mean()]
-
-
-def sum_of_losses(model: Model, batch: Batch) -> torch.Tensor:
-    first, second = model(batch["x"], batch["y"])
-    return first + 0.1 * second
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
@@ -64,34 +45,10 @@ def triangle(step: int) -> float:
     return min(1 + step, 30 - step) / 15
 
 
-def compiled_before() -> nn.Module:
-    """Each block, before the engine sees it."""
-    model = Mlp()
-    for block in model.blocks:
-        block.compile(backend="eager")
-    return model
-
-
-def compile_after(model: nn.Module) -> None:
-    """Each block, when the engine is there."""
-    for module in model.modules():
-        if isinstance(module, Block):
-            module.compile(backend="eager")
-
-
 def compiled_whole() -> nn.Module:
     """The model itself."""
     model = Mlp()
     model.compile(backend="eager")
-    return model
-
-
-def hooked() -> nn.Module:
-    """The user changes gradients by hooks of tensors and modules."""
-    model = Mlp()
-    model.blocks[0].up.weight.register_hook(lambda grad: 0.5 * grad)
-    model.blocks[1].register_forward_hook(lambda module, inputs, output: 2 * output)
-    model.blocks[2].register_full_backward_hook(lambda module, to_inputs, to_outputs: (to_inputs[0].clamp(-0.1, 0.1),))
     return model
 
 
@@ -118,19 +75,42 @@ def clamped() -> nn.Module:
     return model
 
 
+FROZEN_IN = {
+    "first.weight": {2, 5},
+    "blocks.0.up.weight": {0, 1, 2, 4},
+    "blocks.1.norm.bias": {1, 2, 3},
+    "blocks.2.down.weight": {3, 4, 6, 7},
+    "last.bias": {4},
+}
+"""Parameter -> steps in which it is frozen; a gradient never reaches the first layers in steps 5 to 7."""
+
+
+def frozen_in_turns(model: Model, batch: Batch) -> torch.Tensor:
+    """Single parameters are frozen in some steps, and a whole block in others."""
+    step = batch["step"]
+    for name, parameter in cast(nn.Module, model).named_parameters():
+        name = name.removeprefix("module.")
+        beginning = name.startswith(("first", "blocks.0")) and 5 <= step < 8
+        parameter.requires_grad_(not (beginning or step in FROZEN_IN.get(name, ())))
+    return squared_error(model, batch)
+
+
+def unfrozen_gradually(model: Model, batch: Batch) -> torch.Tensor:
+    """The last layers are trained first; another block joins them every second step."""
+    trained = ("last", *(f"blocks.{number}" for number in range(2, 2 - (batch["step"] + 1) // 2, -1)))
+    for name, parameter in cast(nn.Module, model).named_parameters():
+        parameter.requires_grad_(name.removeprefix("module.").startswith(trained))
+    return squared_error(model, batch)
+
+
 TRAINING = [
-    Case("two_forwards_before_one_backward", Mlp, loss=two_forwards),
     Case("two_backward_calls", Mlp, loss=two_losses),
     Case("two_backward_calls_of_one_graph", Mlp, loss=two_losses_of_one_graph, shares_graph=True),
-    Case("several_losses", LossesInside, loss=sum_of_losses),
-    Case("parameter_groups", Mlp, groups=two_groups),
     Case("parameter_groups_across_blocks", Mlp, groups=groups_across_blocks),
-    Case("clients_optimizer", Mlp, groups=two_groups, client=True),
     Case("clients_schedule", Mlp, groups=two_groups, client=True, schedule=triangle),
-    Case("schedule_of_a_function", Mlp, schedule=triangle),
-    Case("compiled_before", compiled_before),
-    Case("compiled_after", MlpOf, prepare=compile_after),
+    Case("schedule_of_a_function", Mlp, groups=two_groups, schedule=triangle),
     Case("compiled_whole", compiled_whole),
-    Case("users_hooks", hooked),
-    Case("hooks_that_clamp", clamped),
+    Case("users_hooks", clamped),
+    Case("frozen_in_turns", Mlp, loss=frozen_in_turns),
+    Case("unfrozen_gradually", Mlp, loss=unfrozen_gradually),
 ]

@@ -5,7 +5,6 @@ from dataclasses import replace
 from tests.any_module.case import Case, by_name
 from tests.any_module.oddities import ODDITIES
 from tests.any_module.scenarios.beside import BESIDE
-from tests.any_module.scenarios.closing import CLOSING
 from tests.any_module.scenarios.failing import FAILING
 from tests.any_module.scenarios.weights import WEIGHTS
 from tests.any_module.zoo import ZOO
@@ -16,7 +15,7 @@ def resumed(case: Case) -> Case:
     return replace(case, name=f"{case.name}_resumed", resumed=True)
 
 
-SAVED = ["tied_weights", "tied_blocks", "frozen_block", "parameter_unused", "transposed_parameter"]
-SAVED += ["parameter_groups_across_blocks", "clients_schedule"]
+SAVED = ["tied_weights", "tied_blocks", "frozen_block", "odd_parameters", "parameter_groups_across_blocks"]
+SAVED += ["clients_schedule"]
 RESUMED = [*(resumed(ZOO[name]) for name in ("gpt2", "llama", "cnn")), *(resumed(ODDITIES[name]) for name in SAVED)]
-SCENARIOS = by_name([*FAILING, *BESIDE, *WEIGHTS, *CLOSING, *RESUMED])
+SCENARIOS = by_name([*FAILING, *BESIDE, *WEIGHTS, *RESUMED])

@@ -5,22 +5,22 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.optim.lr_scheduler import ExponentialLR
 
 from tests.any_module.case import WIDTH, Batch, Case, Model
 from tests.any_module.harness import Training
-from tests.any_module.oddities.training import LossesInside
 from tests.any_module.reference import Trace, copy_of_buffers, copy_of_weights, mean_over_ranks
 from tests.any_module.zoo import Mlp
 
 DECAY_OF_RATE = 0.9
 
 
-class LossInside(LossesInside):
+class LossInside(Mlp):
     """Returns its loss."""
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x, y)[0]
+        return F.mse_loss(super().forward(x), y)
 
 
 def falling(step: int) -> float:
@@ -95,21 +95,17 @@ class ReadsGradientsSoFar(Training):
         self.number = step
 
 
-class GradientsAreZeroed(Training):
-    """Calls what loops of plain torch call, too: the engine does it by itself."""
-
-    def after_step(self, step: int) -> None:
-        self.engine.zero_grad()
-        self.optimizer.zero_grad()
-
-
 class NoSync(Training):
-    """Every micro-batch but the step's last is under no_sync, as loops of DistributedDataParallel have it."""
+    """As loops of DistributedDataParallel: micro-batches but the last one under no_sync, zero_grad after each step."""
 
     def backward(self, loss: torch.Tensor, micro: int) -> None:
         last = micro == self.setup.accumulation - 1
         with nullcontext() if last else self.engine.no_sync():
             self.engine.backward(loss)
+
+    def after_step(self, step: int) -> None:
+        self.engine.zero_grad()
+        self.optimizer.zero_grad()
 
 
 class LossBackward(Training):
@@ -153,14 +149,6 @@ class UsersScheduler(Training):
         assert self.engine.get_lr()[0] == self.rates.get_last_lr()[0]
 
 
-class RatesByHand(UsersScheduler):
-    """The user writes into the groups of the returned optimizer."""
-
-    def after_step(self, step: int) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] *= DECAY_OF_RATE
-
-
 class TrainsByBatch(Training):
     """``train_batch`` over an iterator in place of forward, backward and step."""
 
@@ -191,11 +179,8 @@ BESIDE = [
     Case("forward_without_backward", Mlp, training=ForwardWithoutBackward, micro_batches=2),
     Case("evaluation_during_accumulation", Mlp, training=EvaluatesBetween, micro_batches=2),
     Case("eval_batch_during_accumulation", LossInside, loss=loss_inside, training=EvaluatesByBatch, micro_batches=2),
-    Case("gradients_zeroed_by_the_user", Mlp, training=GradientsAreZeroed),
     Case("no_sync", Mlp, training=NoSync, micro_batches=2),
     Case("loss_backward", Mlp, training=LossBackwardAmongOthers),
     Case("users_scheduler", Mlp, schedule=falling, training=UsersScheduler),
-    Case("rates_by_hand", Mlp, schedule=falling, training=RatesByHand),
     Case("train_batch", LossInside, loss=loss_inside, training=TrainsByBatch),
-    Case("loss_inside", LossInside, loss=loss_inside),
 ]

@@ -1,17 +1,16 @@
 """Passes that end in an error: the user catches it and calls the model again."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.any_module.case import Batch, Case, Model, Setup
+from tests.any_module.case import Case
 from tests.any_module.harness import Training
 from tests.any_module.reference import Trace
-from tests.any_module.scenarios.beside import TrainsByBatch
+from tests.any_module.scenarios.beside import TrainsByBatch, loss_inside
 from tests.any_module.zoo import Mlp
 
 
@@ -37,32 +36,21 @@ class Raises(Mlp):
     def expected(self, failing_in: str, error: type[Exception]) -> Iterator[None]:
         """A context in which the model fails, and the error reaches the user."""
         self.failing_in, self.error = failing_in, error
-        try:
+        with pytest.raises(error, match="as it was told to"):
             yield
-        except error as raised:
-            assert str(raised) == "as it was told to"
-        else:
-            raise AssertionError("the model's exception is lost")
-        finally:
-            self.failing_in = ""
-
-
-def loss_of(model: Model, batch: Batch) -> torch.Tensor:
-    """The model's own."""
-    return model(batch["x"], batch["y"])
+        self.failing_in = ""
 
 
 class ForwardFails(Training):
     """An exception in a forward pass, in the first micro-batch of a step and in the last; then the same once more."""
 
-    def __init__(self, case: Case, setup: Setup, engine: str, error: type[Exception]):
-        super().__init__(case, setup, engine)
-        self.error = error
+    failing_at = ((0, 0), (2, 0), (3, 1))
+    """(step, micro-batch): a case has two micro-batches, so that one in the middle of a step can fail."""
 
     def before_micro_batch(self, step: int, micro: int) -> None:
-        if (step, micro) in ((0, 0), (2, 0), (3, self.setup.accumulation - 1)):
+        if (step, micro) in self.failing_at:
             batch = self.make_batch(step, micro)
-            with self.model.expected("forward", self.error):
+            with self.model.expected("forward", ValueError):
                 self.engine(batch["x"], batch["y"])
 
 
@@ -70,12 +58,12 @@ class BackwardFails(ForwardFails):
     """An exception in a backward pass: the step begins again, with its first micro-batch."""
 
     def before_micro_batch(self, step: int, micro: int) -> None:
-        if (step, micro) not in ((0, 0), (2, 0), (3, self.setup.accumulation - 1)):
+        if (step, micro) not in self.failing_at:
             return
-        with self.model.expected("backward", self.error):
-            self.engine.backward(loss_of(self.engine, self.make_batch(step, micro)))
+        with self.model.expected("backward", torch.OutOfMemoryError):
+            self.engine.backward(loss_inside(self.engine, self.make_batch(step, micro)))
         for again in range(micro):
-            self.engine.backward(loss_of(self.engine, self.make_batch(step, again)))
+            self.engine.backward(loss_inside(self.engine, self.make_batch(step, again)))
             self.engine.step()
 
 
@@ -91,15 +79,8 @@ class TrainBatchFails(TrainsByBatch):
         return self.trace
 
 
-def failing(name: str, training: Callable[..., Any], **given: Any) -> Case:
-    """A case of two micro-batches, so that one in the middle of a step can fail."""
-    return Case(name, Raises, loss=loss_of, training=partial(training, **given), micro_batches=2)
-
-
 FAILING = [
-    failing("exception_in_forward", ForwardFails, error=ValueError),
-    failing("out_of_memory_in_forward", ForwardFails, error=torch.OutOfMemoryError),
-    failing("exception_in_backward", BackwardFails, error=ValueError),
-    failing("out_of_memory_in_backward", BackwardFails, error=torch.OutOfMemoryError),
-    failing("out_of_memory_in_train_batch", TrainBatchFails),
+    Case("exception_in_forward", Raises, loss=loss_inside, training=ForwardFails, micro_batches=2),
+    Case("out_of_memory_in_backward", Raises, loss=loss_inside, training=BackwardFails, micro_batches=2),
+    Case("out_of_memory_in_train_batch", Raises, loss=loss_inside, training=TrainBatchFails, micro_batches=2),
 ]

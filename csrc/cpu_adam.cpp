@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdint>
 #include <new>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
@@ -201,24 +202,6 @@ bool ascending(const Range* ranges, int64_t count) {
   return true;
 }
 
-// Sums work(piece, next) over the pieces of all blocks, in their order; `next` is the start of the thread's next piece.
-// One pool call processes all blocks, so threads do not wait for each other between group ranges.
-template <class Work>
-double sum_pieces(const Blocks& blocks, int threads, const Work& work) {
-  std::vector<double> sums(blocks.count());
-  of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t i) {
-    double sum = 0;
-    const GroupRange* const end = blocks.end(i);
-    for (const GroupRange* piece = blocks.begin(i); piece < end; ++piece)
-      sum += work(*piece, piece + 1 < end ? piece[1].start : piece->stop);
-    fence();
-    sums[i] = sum;
-  });
-  double total = 0;
-  for (const double sum : sums) total += sum;
-  return total;
-}
-
 // A negative Error if the arguments are not valid, else 0.
 int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int64_t num_ranges, int32_t isa) {
   if (!loops_of(isa)) return kNoSuchSet;
@@ -228,22 +211,22 @@ int32_t error_in(const Step* steps, int32_t num_steps, const Range* ranges, int6
   return ranges && !ascending(ranges, num_ranges) ? kNotAscending : 0;
 }
 
-// See cpu_adam_step. The sum of squares depends on the blocks; the updated elements do not.
-int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int threads, int32_t isa,
-             double* squares) try {
+// See cpu_adam_step. One call of the pool processes all blocks: threads do not wait for each other between group ranges.
+int32_t take(const Step* steps, const std::vector<GroupRange>& group_ranges, int threads, int32_t isa) try {
   const Loops* loops = loops_of(isa);
   std::atomic<bool> finite{true};
-  const Blocks blocks(group_ranges.data(), group_ranges.size(), squares ? 0 : threads);
-  const double sum = sum_pieces(blocks, threads, [&](const GroupRange& piece, int64_t next) {
-    const Step& s = steps[piece.of];
-    // The square's pass leaves the piece's gradients in the cache.
-    const double part = squares ? loops->square[s.grad_type - 1](s.grad, piece.start, piece.stop) : 0;
-    const auto loop = s.m ? loops->adam[s.grad_type - 1][moment(s.m_type)][moment(s.v_type)]
-                          : loops->blend[s.grad_type - 1];
-    if (!loop(s, piece.start, piece.stop, next)) finite = false;
-    return part;
+  const Blocks blocks(group_ranges.data(), group_ranges.size(), threads);
+  of_this_process<ThreadPool>().run(blocks.count(), threads, [&](int64_t block) {
+    const GroupRange* const end = blocks.end(block);
+    for (const GroupRange* piece = blocks.begin(block); piece < end; ++piece) {
+      const Step& s = steps[piece->of];
+      const auto loop = s.m ? loops->adam[s.grad_type - 1][moment(s.m_type)][moment(s.v_type)]
+                            : loops->blend[s.grad_type - 1];
+      const int64_t next = piece + 1 < end ? piece[1].start : piece->stop;  // where this thread reads afterwards
+      if (!loop(s, piece->start, piece->stop, next)) finite = false;
+    }
+    fence();
   });
-  if (squares) *squares = sum;
   return finite.load();
 } catch (const std::bad_alloc&) {
   return kNoMemory;
@@ -260,14 +243,12 @@ const char* cpu_adam_isa(int32_t isa) {
 }
 
 // Takes one step over `count` group ranges, each with the numbers of one of `num_steps` steps. ranges: null, or
-// ascending ranges that limit the update to their elements. squares: null, or gets the sum of the gradients' squares (before
-// scaling). Returns 1 if every gradient was finite, 0 if not (all elements are updated all the same), or a negative
-// Error.
+// ascending ranges that limit the update to their elements. Returns 1 if every gradient was finite, 0 if not (all
+// elements are updated all the same), or a negative Error.
 int32_t cpu_adam_step(const GptparAdamStep* steps, int32_t num_steps, const GptparGroupRange* group_ranges,
-                      int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa,
-                      double* squares) try {
+                      int64_t count, const GptparRange* ranges, int64_t num_ranges, int32_t threads, int32_t isa) try {
   if (const int32_t error = gptpar::error_in(steps, num_steps, ranges, num_ranges, isa)) return error;
-  return gptpar::take(steps, gptpar::within(group_ranges, count, ranges, num_ranges), threads, isa, squares);
+  return gptpar::take(steps, gptpar::within(group_ranges, count, ranges, num_ranges), threads, isa);
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
@@ -279,7 +260,7 @@ int64_t cpu_adam_order(const GptparAdamStep* steps, int32_t num_steps, const Gpt
   const std::vector<GptparAdamStep> kept(steps, steps + num_steps);
   const auto pieces = gptpar::within(group_ranges, count, ranges, num_ranges);
   return gptpar::of_this_process<gptpar::JobQueue>().submit(
-      [=] { return gptpar::take(kept.data(), pieces, threads, isa, nullptr); });
+      [=] { return gptpar::take(kept.data(), pieces, threads, isa); });
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;
 }
@@ -305,9 +286,13 @@ int32_t cpu_adam_square(const void* grad, int64_t n, int32_t grad_type, int32_t 
   if (!gptpar::known(grad_type)) return gptpar::kNoSuchType;
   const auto square = loops->square[grad_type - 1];
   const GptparGroupRange whole{0, n, 0};
-  *sum = gptpar::sum_pieces(gptpar::Blocks(&whole, 1, 0), threads, [&](const gptpar::GroupRange& piece, int64_t) {
-    return square(grad, piece.start, piece.stop);
+  const gptpar::Blocks blocks(&whole, 1, 0);
+  std::vector<double> parts(blocks.count());
+  gptpar::of_this_process<gptpar::ThreadPool>().run(blocks.count(), threads, [&](int64_t block) {
+    const gptpar::GroupRange* const piece = blocks.begin(block);  // the only one: there is one range
+    parts[block] = square(grad, piece->start, piece->stop);
   });
+  *sum = std::accumulate(parts.begin(), parts.end(), 0.0);
   return 1;
 } catch (const std::bad_alloc&) {
   return gptpar::kNoMemory;

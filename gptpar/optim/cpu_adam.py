@@ -55,7 +55,7 @@ def _library() -> _Kernels | None:
     what: list[Any] = [ctypes.c_char_p, i32, ctypes.c_char_p, i64, ctypes.c_void_p, i64]
     lasting.cpu_adam_isa.argtypes = [i32]
     lasting.cpu_adam_isa.restype = ctypes.c_char_p
-    lasting.cpu_adam_step.argtypes = [*what, i32, i32, doubles]
+    lasting.cpu_adam_step.argtypes = [*what, i32, i32]
     lasting.cpu_adam_wake.argtypes, lasting.cpu_adam_wake.restype = [], None
     lasting.cpu_adam_square.argtypes = [ctypes.c_void_p, i64, i32, i32, i32, doubles]
     kernels.brief.cpu_adam_order.argtypes = [*what, i32, i32]
@@ -166,7 +166,7 @@ class CpuAdam:
         if self._kernels is None or state[0].dtype == torch.float64:
             return _torch_steps(state, grad, ranges, into or state, low)
         call = _call((*state, *(into or state), grad), low, ranges, only)
-        return bool(_checked(self._kernels.lasting.cpu_adam_step(*call, self.threads, self._isa, None)))
+        return bool(_checked(self._kernels.lasting.cpu_adam_step(*call, self.threads, self._isa)))
 
     def order(
         self,

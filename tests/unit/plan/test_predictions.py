@@ -4,23 +4,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from gptpar.cli import main as cli
 from gptpar.cli.plan import make_planner
 from gptpar.data.indexed import IndexedDatasetWriter
-from gptpar.engine.engine import Engine
 from gptpar.pipeline.schedules import simulate
 from gptpar.plan.job import Job
-from gptpar.plan.memory import stage_memory
 from gptpar.plan.report import plan_text
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring
-from gptpar.run.gpt import make_engine, split_of
-from gptpar.topology.groups import make_topology
-from gptpar.topology.mesh import Mesh
-from tests.helpers import tiny_config
-from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
+from tests.unit.plan.plans import CALM, GIB, SMALL, plan
 
 # --- measurements ---------------------------------------------------------------------------------------------------
 
@@ -150,46 +143,6 @@ def test_documents_are_counted_by_their_lengths(tmp_path: Path) -> None:
     assert there.time.compute < elsewhere.time.compute
     (row,) = (line for line in plan_text(there, []).splitlines() if line.startswith("  documents"))
     assert "8 tokens each" in row and "25 % of whole samples' pairs" in row
-
-
-def allocated(engine: Engine) -> tuple[int, int, int]:
-    """Bytes of live parameters, gradient sums, and optimizer state."""
-
-    def bytes_of(*groups: list[torch.Tensor]) -> int:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in groups for t in g}
-        return sum(size for address, size in storages.items() if address)
-
-    engine.publish()  # ZeRO-3 releases what it has shown
-    optimizer = list(engine.optimizer.vectors.values())
-    masters = {optimizer[0].untyped_storage().data_ptr()}
-    live = [*engine.parameters.full.values(), *engine.parameters.shards.values()]
-    live = [t for t in live if t.untyped_storage().data_ptr() not in masters]
-    return bytes_of(live), bytes_of(engine.gradients.memory.tensors), bytes_of(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "flags"),
-    [
-        (Mesh(), "--bf16"),
-        (Mesh(), "--bf16 --global-batch-size 4"),
-        (Mesh(), "--cpu-optimizer --cpu-optimizer-ratio 0"),
-        *((Mesh(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
-        (Mesh(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
-        (Mesh(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
-        (Mesh(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
-    ],
-)
-def test_states_are_what_the_run_allocates(mesh: Mesh, flags: str) -> None:
-    sizes = f"--tensor-model-parallel-size {mesh.tensor} --pipeline-model-parallel-size {mesh.pipeline}"
-    config = tiny_config(f"{flags} {sizes} --no-compile", mesh.world_size)
-    job = Job(config, mesh)
-    assert job.split == split_of(config, mesh)
-    for rank in range(mesh.world_size):
-        with pretended_world(rank, mesh.world_size):
-            topology = make_topology(mesh, rank, torch.device("cpu"))
-            memory = stage_memory(job, topology.stage)
-            found = allocated(make_engine(config, topology).engine)
-        assert found == (memory.parameters, memory.gradients, memory.optimizer)
 
 
 # --- time -----------------------------------------------------------------------------------------------------------

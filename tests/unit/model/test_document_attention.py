@@ -1,17 +1,13 @@
 """Attention inside documents: every way of computing it equals a softmax over what a mask leaves."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from gptpar.data.documents import cumulative_lengths, follow_ends
-from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, _dropout_in_kernel, core_attention
 from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
-from tests.gpu.training import run
 from tests.pairs import every_pair
 from tests.unit.model.plain_attention import BATCH, LENGTH, by_definition, cu_seqlens_of, inputs, use_plain_kernels
 
@@ -95,27 +91,3 @@ def test_sinks_are_not_dropped_beside_dropout() -> None:
     dropout = AttentionDropout(0.5, seeds, first_group=0, num_groups=2)
     with pytest.raises(AssertionError, match="sinks cannot be combined with dropout"):
         core_attention(q, k, v, AttentionRule(dropout=dropout, sinks_H=sinks()))
-
-
-@pytest.mark.slow
-def test_joined_padding_changes_no_number_of_a_training() -> None:
-    """Losses and weights, against a document for each token of padding."""
-    rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
-
-    def joined(tokens_BT: torch.Tensor) -> MicroBatch:
-        tokens_BT = torch.where(tokens_BT < 12, 3, tokens_BT)
-        tokens_BT[:, -6:] = 3
-        return make_micro_batch(tokens_BT.numpy(), eod=3, **rules)
-
-    def apart(tokens_BT: torch.Tensor) -> MicroBatch:
-        batch = joined(tokens_BT)
-        cu_seqlens = cumulative_lengths(follow_ends((batch.tokens_BS == 3).numpy()))
-        assert cu_seqlens is not None and batch.cu_seqlens is not None
-        assert len(set(cu_seqlens.tolist())) > len(set(batch.cu_seqlens.tolist()))
-        return replace(batch, cu_seqlens=torch.from_numpy(cu_seqlens))
-
-    (losses, weights), (wanted_losses, wanted) = (
-        run("cpu", "--fp64 --position-embedding-type rope --window-size 4", make) for make in (joined, apart)
-    )
-    assert losses == pytest.approx(wanted_losses, rel=1e-12)
-    torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
-from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from gptpar.config import ModelConfig
@@ -18,7 +17,7 @@ from gptpar.model.experts import products
 from gptpar.model.experts.balance import ExpertBalance, choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, _to_all
 from gptpar.model.experts.layer import Experts
-from gptpar.model.experts.products import added, combined, places_of, scattered
+from gptpar.model.experts.products import added, combined, places_of
 from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
@@ -161,19 +160,6 @@ def test_a_mixture_equals_a_loop(flags: str, loads: str) -> None:
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-12)
 
 
-def test_the_gradients_of_scattered_and_combined_copies() -> None:
-    chosen_NK = torch.tensor([[0, 2], [2, 1], [2, 0], [3, 2], [2, 3]])
-    places = places_of(chosen_NK, 5)
-    assert places.counts_E.tolist() == [2, 1, 5, 2, 0]
-    assert places.tokens_M.tolist() == [0, 2, 1, 0, 1, 2, 3, 4, 3, 4]  # by expert, then by token
-    x_ND = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    weights_NK = torch.rand(5, 2, dtype=torch.float64, requires_grad=True)
-    y_MD = torch.randn(10, 3, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(lambda x: scattered(x, places), x_ND)
-    assert gradcheck(lambda y, w: combined(y, w, places), (y_MD, weights_NK))
-    assert torch.allclose(combined(scattered(x_ND, places), torch.full_like(weights_NK, 0.5), places), x_ND)
-
-
 def test_of_equal_scores_the_first_expert_and_the_first_group_are_chosen() -> None:
     judged_NE = torch.tensor([[1.0, 2.0, 2.0, 2.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 3.0, 2.0]])
     assert choose_experts(judged_NE, no_choice(3, 2, judged_NE.device), []).tolist() == [[1, 2], [0, 1], [0, 2]]
@@ -252,49 +238,38 @@ def test_a_layer_that_is_computed_again_takes_the_same_experts() -> None:
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_losses_are_those_of_their_formulas(score: str) -> None:
-    layer = made(SEQUENCE + f"--moe-z-loss-coeff 0.2 --moe-router-score-function {score}")
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss", "global_aux_loss"])
+def test_losses_are_those_of_their_formulas(kind: str, score: str) -> None:
+    """Over each sequence, over a micro-batch, and over the step, which uses the choices of the step before."""
+    balance = f"--moe-router-load-balancing-type {kind} --moe-aux-loss-coeff 0.3 --moe-z-loss-coeff 0.2"
+    layer = made(f"{balance} --moe-router-score-function {score}")
     layer.router.bias_E = torch.tensor([0.9, -0.9, 0, 0, 0])  # the loss is of the experts that are used
-    x_ND = tokens_of(layer)
+    x_ND, last_E = tokens_of(layer), torch.tensor([10, 0, 2, 4, 4])
+    if kind == "global_aux_loss":
+        assert balance_loss(layer, x_ND) == 0  # there is no step before the first
+        layer.router.last_E = last_E
     routed = layer.router(x_ND, LENGTH, None)
     logits_NE = x_ND @ layer.router.weight.t()
-    probabilities_NE = logits_NE.softmax(-1)
-    if score == "sigmoid":
-        probabilities_NE = logits_NE.sigmoid() / logits_NE.sigmoid().sum(-1, keepdim=True)
+    scores_NE = logits_NE.softmax(-1) if score == "softmax" else logits_NE.sigmoid()
+    probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
     wanted = []
-    for sample in range(SAMPLES):
-        here = slice(sample * LENGTH, (sample + 1) * LENGTH)
-        shares_E = torch.bincount(routed.chosen_NK[here].flatten(), minlength=5) / (2 * LENGTH)
-        wanted.append(5 * (shares_E * probabilities_NE[here].mean(0)).sum())
-    assert routed.losses[BALANCE_LOSS].item() == pytest.approx(0.3 * torch.stack(wanted).mean().item(), rel=1e-12)
+    length = LENGTH if kind == "seq_aux_loss" else TOKENS
+    for chosen_nK, probabilities_nE in zip(routed.chosen_NK.split(length), probabilities_NE.split(length), strict=True):
+        counts_E = last_E if kind == "global_aux_loss" else torch.bincount(chosen_nK.flatten(), minlength=5)
+        wanted.append(5 * (counts_E / counts_E.sum().double() * probabilities_nE.mean(0)).sum().item())
+    found, halves = balance_loss(layer, x_ND), [balance_loss(layer, half) for half in x_ND.chunk(2)]
+    assert found == pytest.approx(0.3 * sum(wanted) / len(wanted), rel=1e-12)
+    if kind == "aux_loss":
+        assert abs(found - sum(halves) / 2) > 1e-4, "it depends on the micro-batch's size"
+    else:
+        assert found == pytest.approx(sum(halves) / 2, rel=1e-12)
     z = logits_NE.exp().sum(-1).log().square().mean()
     assert routed.losses[Z_LOSS].item() == pytest.approx(0.2 * z.item(), rel=1e-12)
     assert layer.eval().router(x_ND, LENGTH, None).losses == {BALANCE_LOSS: 0, Z_LOSS: 0}
 
 
 def balance_loss(layer: Experts, x_ND: torch.Tensor) -> float:
-    return layer.router(x_ND, LENGTH, None).losses[BALANCE_LOSS].item()
-
-
-def test_the_loss_over_a_micro_batch_has_the_shares_of_all_its_sequences() -> None:
-    layer = made("--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.3")
-    x_ND = tokens_of(layer)
-    found, halves = balance_loss(layer, x_ND), [balance_loss(layer, half) for half in x_ND.chunk(2)]
-    shares_E = torch.bincount(layer.router(x_ND, LENGTH, None).chosen_NK.flatten(), minlength=5) / (2 * TOKENS)
-    mean_E = (x_ND @ layer.router.weight.t()).softmax(-1).mean(0)
-    assert found == pytest.approx(0.3 * 5 * (shares_E * mean_E).sum().item(), rel=1e-12)
-    assert abs(found - sum(halves) / 2) > 1e-4, "it depends on the micro-batch's size"
-
-
-def test_the_loss_over_the_step_uses_the_choices_of_the_step_before() -> None:
-    layer = made(STEP)
-    x_ND = tokens_of(layer)
-    assert balance_loss(layer, x_ND) == 0  # there is none before the first
-    layer.router.last_E = last_E = torch.tensor([10, 0, 2, 4, 4])
-    found, halves = balance_loss(layer, x_ND), [balance_loss(layer, half) for half in x_ND.chunk(2)]
-    mean_E = (x_ND @ layer.router.weight.t()).softmax(-1).mean(0)
-    assert found == pytest.approx(0.3 * 5 * (last_E.double() / 20 * mean_E).sum().item(), rel=1e-12)
-    assert found == pytest.approx(sum(halves) / 2, rel=1e-12)
+    return torch.as_tensor(layer.router(x_ND, LENGTH, None).losses[BALANCE_LOSS]).item()
 
 
 def balance_of(flags: str) -> ExpertBalance:

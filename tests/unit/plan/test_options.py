@@ -2,7 +2,6 @@
 
 import pytest
 
-from gptpar.cli.plan import make_planner
 from gptpar.engine.ranges import Home
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.gpu_transfers import RING_BYTES
@@ -16,8 +15,7 @@ from gptpar.plan.planner import Plan
 from gptpar.plan.report import plan_json, plan_text
 from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
-from tests.unit.plan.test_predictions import block_bytes
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, block_bytes, plan
 
 
 @pytest.mark.parametrize(("count", "stages"), [(3, 1), (2, 2)])
@@ -201,9 +199,9 @@ def test_copies_that_a_machine_cannot_hold_do_not_fit() -> None:
     flags = "--preset 1.3B --bf16 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 64 --world-size 4 "
     flags += "--zero-stage 1 --host-memory 40"
     assert plan(flags).fits
-    found, _ = make_planner(f"{flags} --mirror-interval 20".split())
-    assert not found.plan().fits and found.plan().host_need / GIB == pytest.approx(41.4, abs=0.1)
-    assert "need 41.41 GiB of host memory and it has 40.00 GiB" in found.plan().shortage()
+    found = plan(f"{flags} --mirror-interval 20")
+    assert not found.fits and found.host_need / GIB == pytest.approx(41.4, abs=0.1)
+    assert "need 41.41 GiB of host memory and it has 40.00 GiB" in found.shortage()
 
 
 def test_double_buffers_take_what_is_free_of_a_machine() -> None:

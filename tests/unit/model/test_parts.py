@@ -19,12 +19,6 @@ from tests.unit.model.stages import gradients_of, require_same, stage_of
 
 GROUPS = "--num-query-groups 2"
 MASK = (torch.arange(32).view(2, 16) % 5 != 0).double()
-HEADS = {
-    "gpt2": "",
-    "untied": "--untie-embeddings-and-output-weights",
-    "capped logits, untied": "--logit-softcap 0.3 --untie-embeddings-and-output-weights",
-    "muP": "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2",
-}
 
 
 @pytest.mark.parametrize("padding", [0, 14])
@@ -78,45 +72,33 @@ def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     assert torch.equal(torch.cat([part for _, part in told]), grad)
 
 
-def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, tokens = stage_of(""), random_tokens(2, 16, 60)
-    fields = {"labels": tokens[:, 1:], "seq_length": 16}
-    expected = stage(tokens[:, :-1], fields).item()
+@pytest.mark.parametrize(
+    ("flags", "z_weight"),
+    [
+        ("", 0),
+        ("--untie-embeddings-and-output-weights", 0),
+        ("--logit-softcap 0.3 --untie-embeddings-and-output-weights", 0),
+        ("--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2", 0),
+        ("--z-loss-weight 0.1 --logit-softcap 2", 0.1),
+        ("--use-z-loss --untie-embeddings-and-output-weights", 1e-4),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_logits(
+    flags: str, z_weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The z-loss is a part of the training loss alone; an evaluation forms no gradient."""
+    stage, tokens = stage_of(flags), random_tokens(2, 16, 60)
+    x, labels = tokens[:, :-1], tokens[:, 1:]
+    fields = {"labels": labels, "loss_mask": MASK, "seq_length": 16}
+    loss, logits = stage(x, fields), stage(x, {"seq_length": 16})
+    evaluated = (F.cross_entropy(logits, labels.flatten(), reduction="none") * MASK.flatten()).sum() / MASK.sum()
+    wanted = evaluated + z_weight * (logits.logsumexp(-1) ** 2 * MASK.flatten()).sum() / MASK.sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    require_same(gradients_of(stage, loss), gradients_of(stage, wanted))
     monkeypatch.setattr(plain_loss, "loss_and_grad", None)
     monkeypatch.setattr(plain_loss, "local_grad", None)
     with torch.no_grad():
-        assert stage(tokens[:, :-1], fields).item() == pytest.approx(expected, rel=1e-14)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
-    stage, tokens = stage_of(HEADS[name]), random_tokens(2, 16, 60)
-    x, labels = tokens[:, :-1], tokens[:, 1:]
-    loss = stage(x, {"labels": labels, "loss_mask": MASK, "seq_length": 16})
-    losses = F.cross_entropy(stage(x, {"seq_length": 16}), labels.flatten(), reduction="none")
-    plain = (losses * MASK.flatten()).sum() / MASK.sum()
-    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
-    require_same(gradients_of(stage, loss), gradients_of(stage, plain))
-
-
-@pytest.mark.parametrize(
-    ("z_loss", "weight", "flags"),
-    [
-        ("--z-loss-weight 0.1", 0.1, "--logit-softcap 2"),
-        ("--use-z-loss", 1e-4, "--untie-embeddings-and-output-weights"),
-    ],
-)
-def test_the_z_loss_is_a_part_of_the_training_loss_alone(z_loss: str, weight: float, flags: str) -> None:
-    stage, plain = stage_of(f"{z_loss} {flags}"), stage_of(flags)
-    x, labels = random_tokens(2, 16, 60)[:, :-1], random_tokens(2, 16, 60)[:, 1:]
-    fields = {"labels": labels, "loss_mask": MASK, "seq_length": 16}
-    with torch.no_grad():
-        torch.testing.assert_close(stage(x, fields), plain(x, fields), rtol=1e-14, atol=0)
-    loss, logits = stage(x, fields), stage(x, {"seq_length": 16})
-    losses = F.cross_entropy(logits, labels.flatten(), reduction="none") + weight * logits.logsumexp(-1) ** 2
-    wanted = (losses * MASK.flatten()).sum() / MASK.sum()
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    require_same(gradients_of(stage, loss), gradients_of(stage, wanted))
+        torch.testing.assert_close(stage(x, fields), evaluated, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])

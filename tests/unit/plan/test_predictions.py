@@ -166,12 +166,13 @@ def test_out_of_memory_names_what_to_change(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.slow
 def test_search_takes_the_fastest_that_fits() -> None:
-    flags = f"{CALM} --preset 2.7B --micro-batch-size 4 --global-batch-size 64 --world-size 8 --gpu-memory 40"
+    flags = f"{CALM} --preset 2.7B --zero-stage 1 --global-batch-size 64 --world-size 8 --gpu-memory 40"
     found = search(planner_of(f"{flags} --search"))
     best = found.accepted[0]
     assert best.fits and all(p.fits and p.time.total >= best.time.total for p in found.accepted)
     assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
     count, example = found.refused["does not fit into a GPU's memory"]
     assert count > 0 and "a GPU has 40.00 GiB" in example
+    assert "is not a multiple of --micro-batch-size" in found.refused["--global-batch-size does not allow it"][1]
     again = plan(f"{flags} {best.flags()}")
     assert again.time.total == best.time.total and again.need == best.need

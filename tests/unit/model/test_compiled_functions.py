@@ -81,7 +81,8 @@ def with_loss(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def with_tiles(x: torch.Tensor, up: torch.Tensor, bias: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return tiled_mlp(x, up, bias, down, "gelu_tanh", False, inf, 0.0, 2, "", *HOW)
+    plain = tiled_mlp(x, up, bias, down, "gelu_tanh", False, inf, 0.0, 2, "", *HOW)
+    return plain + tiled_mlp(x, up, None, down[:, : FEATURES // 2], "swiglu", True, inf, 0.0, 2, "", *HOW)
 
 
 def with_sinks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:

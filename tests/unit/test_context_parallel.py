@@ -13,8 +13,7 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
-from gptpar.model import head_exchange
-from gptpar.model.attention_sinks import attention_to_seen
+from gptpar.model import head_exchange, varlen_attention
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.model.head_exchange import HeadExchange
@@ -24,6 +23,7 @@ from gptpar.plan.timing import step_time
 from gptpar.tensor_parallel.cost import Cost
 from tests.one_by_one import OneByOne
 from tests.pairs import every_pair
+from tests.unit.model.plain_attention import flash, use_plain_kernels
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -56,6 +56,7 @@ def test_a_rank_s_tokens_keep_their_positions_and_the_whole_count() -> None:
 
 
 WHOLE = "--seq-length 64 --attention-dropout 0"
+DROPOUT = "--seq-length 64 --attention-dropout 0.1"
 WINDOWS = f"{WHOLE} --window-size 16 --bf16"
 
 
@@ -66,13 +67,9 @@ WINDOWS = f"{WHOLE} --window-size 16 --bf16"
         (f"--num-attention-heads 8 --num-query-groups 1 {WINDOWS}", "allgather", "12 by a2a, 6 by allgather"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE} --bf16", "a2a", "whole samples have a faster kernel"),
         (f"--num-attention-heads 8 --num-query-groups 1 {WHOLE}", "a2a", "a mask in memory without --bf16"),
-        ("--num-attention-heads 2 --seq-length 64 --attention-dropout 0", "allgather", "2 heads do not divide over 4"),
-        (
-            "--num-attention-heads 8 --num-query-groups 4 --seq-length 64 --attention-dropout 0.1",
-            "a2a",
-            "for all tokens",
-        ),
-        ("--num-attention-heads 8 --num-query-groups 2 --seq-length 64 --attention-dropout 0.1", "allgather", "groups"),
+        (f"--num-attention-heads 2 {WHOLE}", "allgather", "2 heads do not divide over 4"),
+        (f"--num-attention-heads 8 --num-query-groups 4 {DROPOUT}", "a2a", "for all tokens"),
+        (f"--num-attention-heads 8 --num-query-groups 2 {DROPOUT}", "allgather", "groups"),
         ("--num-attention-heads 4 --num-query-groups 1 --seq-length 60 --attention-dropout 0", "a2a", "8 chunks"),
     ],
 )
@@ -82,77 +79,29 @@ def test_auto_takes_what_is_possible_and_sends_less(flags: str, way: str, reason
     assert reason in next(one.reason for one in derived if one.name == "cp comm type")
 
 
-def _kernel(
-    q: Any, k: Any, v: Any, cu_q: Any, window: Any, scale: Any, cu_keys: Any = None, sinks_H: Any = None
-) -> Any:
-    """Flash attention of variable length by definition: a document's queries are its last tokens."""
-    (batch, _, length, _), stop = q.shape, k.shape[2]
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    y = torch.zeros_like(q)
-    for (q0, q1), (k0, k1) in zip(
-        *([*zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True)] for cu in (cu_q, cu_keys)), strict=True
-    ):
-        assert 0 <= q1 - q0 <= k1 - k0 <= stop and q1 <= batch * length
-        if q1 > q0:
-            places = torch.arange(k1 - k0)
-            behind = places[k1 - k0 - (q1 - q0) :, None] - places
-            mask = (behind >= 0) & (behind < (window or k1))
-            parts = (x.transpose(0, 1)[None] for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-            y[q0:q1] = attention_to_seen(*parts, mask[None, None], scale, sinks_H)[0].transpose(0, 1)
-    return y.unflatten(0, (batch, length)).transpose(1, 2)
+WAYS = ["masks", "masks, sinks", "kernel", "kernel, sinks", "dropout"]
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("starts", [None, [0, 3, 4, 5, 16, 20, 31], [*range(32)]])
-@pytest.mark.parametrize("has_kernel", [False, True])
-def test_a_chunk_of_queries_sees_what_it_sees_in_one_process(
-    monkeypatch: pytest.MonkeyPatch, has_kernel: bool, starts: list[int] | None, window: int | None
-) -> None:
-    monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
-    monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 16, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    cu_seqlens = None if starts is None else torch.tensor([*starts, 32, 32, 32], dtype=torch.int32)
-    rule = AttentionRule(cu_seqlens, None, window, 0.3)
-    wanted = core_attention(q, k, v, rule)
-    for start, stop in ((0, 4), (4, 8), (12, 16)):
-        seen = q[:, :, start:stop], k[:, :, :stop], v[:, :, :stop]
-        found = context_parallel._of_chunk(*seen, start, 16, rule)
-        torch.testing.assert_close(found, wanted[:, :, start:stop], rtol=1e-12, atol=1e-12)
+def rule_of(way: str, starts: list[int] | None, window: int | None, heads: int, groups: int) -> AttentionRule:
+    """Dropout is that of a tensor rank whose groups are not the first."""
+    seeds = seed_fields(["layers.0"], 1234, 3, 1, torch.device("cpu"))[seeds_field("layers.0")]
+    return AttentionRule(
+        cu_seqlens=None if starts is None else torch.tensor([*starts, *[32] * 3], dtype=torch.int32),
+        dropout=AttentionDropout(0.3, seeds, groups, 2 * groups) if way == "dropout" else None,
+        window=window,
+        scale=0.3,
+        sinks_H=torch.randn(heads, dtype=torch.float64, requires_grad=True) if "sinks" in way else None,
+    )
 
 
-@every_pair(
-    divided=[(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)],
-    starts=[None, [0, 3, 4, 5, 16, 20, 31]],
-    has_kernel=[False, True],
-    batch=[1, 2],
-    has_sinks=[False, True],
-)
-def test_keys_and_values_are_gathered_again(
-    monkeypatch: pytest.MonkeyPatch,
-    divided: tuple[int, int, int, int],
-    has_sinks: bool,
-    batch: int,
-    has_kernel: bool,
-    starts: list[int] | None,
-) -> None:
-    """Outputs and gradients are those of one process, and of others' tokens nothing is kept for the backward pass."""
-    size, heads, groups, at_once = divided
-    monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: has_kernel)
-    monkeypatch.setattr(context_parallel, "varlen_attention", _kernel)
-    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * 16 * 8 * 8)
-    torch.manual_seed(0)
-    cu_seqlens = None
-    if starts is not None:
-        cu_seqlens = torch.tensor([*starts, *[16 * batch] * 3], dtype=torch.int32).clamp(max=16 * batch)
-    whole = [torch.randn(batch, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
-    sinks = [torch.randn(heads, dtype=torch.float64, requires_grad=True)] if has_sinks else []
-    rule = AttentionRule(cu_seqlens, None, 7, 0.3, *sinks)
-    wanted = core_attention(whole[0], whole[1], whole[2], rule)
-    grad = torch.randn_like(wanted)
-    d_q, d_k, d_v, *d_sinks = torch.autograd.grad(wanted, [*whole, *sinks], grad)
-    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
-    ranks.exchange(monkeypatch)
+def with_sinks(q: Any, k: Any, v: Any, sinks_H: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator's outputs, differentiated by torch."""
+    y_NHK, lse_HN = flash(q, k, v, *how)
+    return y_NHK * (lse_HN - sinks_H[:, None]).sigmoid().t()[..., None], lse_HN
+
+
+def note_gathered(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
+    """The storages of all keys and values that are gathered."""
     gathered: list[StorageWeakRef] = []
 
     def noted(*args: Any, gather: Any = context_parallel._gathered) -> list[torch.Tensor]:
@@ -161,6 +110,38 @@ def test_keys_and_values_are_gathered_again(
         return found
 
     monkeypatch.setattr(context_parallel, "_gathered", noted)
+    return gathered
+
+
+@every_pair(
+    divided=[(2, 4, 2, 1), (2, 6, 3, 2), (4, 4, 4, 4), (4, 2, 1, 1)],
+    starts=[None, [0, 3, 4, 5, 16, 20, 31], [*range(32)]],
+    window=[None, 5],
+    way=WAYS,
+)
+def test_keys_and_values_are_gathered_again(
+    monkeypatch: pytest.MonkeyPatch,
+    divided: tuple[int, int, int, int],
+    starts: list[int] | None,
+    window: int | None,
+    way: str,
+) -> None:
+    """Outputs and gradients are those of one process, and of others' tokens nothing is kept for the backward pass."""
+    size, heads, groups, at_once = divided
+    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * 2 * 16 * 8 * 8)
+    whole = [torch.randn(2, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
+    rule = rule_of(way, starts, window, heads, groups)
+    sinks = [] if rule.sinks_H is None else [rule.sinks_H]
+    wanted = core_attention(whole[0], whole[1], whole[2], rule)
+    grad = torch.randn_like(wanted)
+    d_q, d_k, d_v, *d_sinks = torch.autograd.grad(wanted, [*whole, *sinks], grad)
+    if way.startswith("kernel"):
+        monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: True)
+        use_plain_kernels(monkeypatch)
+        monkeypatch.setattr(varlen_attention, "varlen_attention_with_sinks", with_sinks)
+    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
+    ranks.exchange(monkeypatch)
+    gathered = note_gathered(monkeypatch)
     sums = [torch.zeros_like(one) for one in sinks]
     for split in ranks.splits:
         ranks.rank, places = split.rank, split.places(1, 16)[0]
@@ -174,32 +155,6 @@ def test_keys_and_values_are_gathered_again(
             sums = [x + y / 2 for x, y in zip(sums, of_sinks, strict=True)]
     for found, d in zip([*ranks.gradients() / 2, *sums], (d_k, d_v, *d_sinks), strict=True):
         torch.testing.assert_close(found, d, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(("size", "heads", "groups"), [(2, 4, 2), (4, 3, 3)])
-def test_dropped_probabilities_are_those_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, size: int, heads: int, groups: int
-) -> None:
-    """A group at a time, on a tensor rank whose groups are not the first."""
-    monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", 1)
-    torch.manual_seed(0)
-    whole = [torch.randn(2, n, 16, 8, dtype=torch.float64, requires_grad=True) for n in (heads, groups, groups)]
-    seeds = seed_fields(["layers.0"], 1234, 3, 1, torch.device("cpu"))[seeds_field("layers.0")]
-    dropout = AttentionDropout(0.3, seeds, groups, 2 * groups)
-    rule = AttentionRule(torch.tensor([0, 5, 16, 32], dtype=torch.int32), dropout, 7, 0.3)
-    wanted = core_attention(whole[0], whole[1], whole[2], rule)
-    grad = torch.randn_like(wanted)
-    d_q, d_k, d_v = torch.autograd.grad(wanted, whole, grad)
-    ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
-    ranks.exchange(monkeypatch)
-    for split in ranks.splits:
-        ranks.rank, places = split.rank, split.places(1, 16)[0]
-        q, k, v = (x.detach()[:, :, places].requires_grad_() for x in whole)
-        y = attend_by_gathering(split, cast(Any, ranks), q, k, v, rule)
-        torch.testing.assert_close(y, wanted[:, :, places], rtol=1e-12, atol=1e-12)
-        (found,) = torch.autograd.grad(y, q, grad[:, :, places])
-        torch.testing.assert_close(found, d_q[:, :, places], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(ranks.gradients(), torch.stack([d_k, d_v]), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What the kernels compute, in torch's operators on a CPU, against autograd's gradients of the plain definitions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -21,66 +21,61 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def assert_same(got: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> None:
+Tensors = Sequence[torch.Tensor]
+
+
+def assert_same(got: Tensors, wanted: Tensors) -> None:
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
+def assert_differentiated(got: Tensors, wanted: Tensors, inputs: Tensors) -> None:
+    """The same outputs, and the same gradients in all inputs."""
+    assert_same(got, wanted)
+    grads = [random(*part.shape, seed=10 + number).detach() for number, part in enumerate(wanted)]
+    assert_same(torch.autograd.grad(got, inputs, grads), torch.autograd.grad(wanted, inputs, grads))
+
+
 @pytest.mark.parametrize("activation", [gelu, squared_relu])
 def test_a_bias_gets_its_gradient_from_an_activation(activation: Callable[..., torch.Tensor]) -> None:
-    x, weight, bias, grad = random(7, 5), random(9, 5, seed=1), random(9, seed=2), random(7, 9, seed=3).detach()
-    inputs = (x, weight, bias)
-    wanted = torch.autograd.grad(activation(F.linear(x, weight, bias), None), inputs, grad)
-    assert_same(torch.autograd.grad(activation(F.linear(x, weight, bias.detach()), bias), inputs, grad), wanted)
+    x, weight, bias = random(7, 5), random(9, 5, seed=1), random(9, seed=2)
+    wanted = activation(F.linear(x, weight, bias), None)
+    got = activation(F.linear(x, weight, bias.detach()), bias)
+    assert_differentiated([got], [wanted], [x, weight, bias])
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (7, 10)])
-def test_swiglu_is_the_product_of_its_halves(shape: tuple[int, int]) -> None:
-    up, grad = random(*shape), random(shape[0], shape[1] // 2, seed=1).detach()
+def test_swiglu_is_the_product_of_its_halves() -> None:
+    up = random(7, 10)
     gate, value = up.chunk(2, dim=-1)
-    plain = gate * torch.sigmoid(gate) * value
-    assert_same((gated("swiglu", up),), (plain,))
-    assert_same(torch.autograd.grad(gated("swiglu", up), up, grad), torch.autograd.grad(plain, up, grad))
+    assert_differentiated([gated("swiglu", up)], [gate * torch.sigmoid(gate) * value], [up])
 
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_bias_gets_its_gradient_from_the_heads(queries: int) -> None:
     batch, seq_length, groups, width = 2, 6, 2, 4
-    columns = groups * (queries + 2) * width
+    columns, shape = groups * (queries + 2) * width, (seq_length, queries, width)
     x, weight, bias = random(batch * seq_length, 5), random(columns, 5, seed=1), random(columns, seed=2)
-    inputs, shape = (x, weight, bias), (seq_length, queries, width)
-
-    def attend(parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=queries > 1)
-
-    grad = random(batch, groups * queries, seq_length, width, seed=3).detach()
-    wanted = torch.autograd.grad(attend(heads(F.linear(x, weight, bias), *shape)), inputs, grad)
-    given = split_heads(F.linear(x, weight, bias.detach()), bias, *shape)
-    assert_same(torch.autograd.grad(attend(given), inputs, grad), wanted)
+    wanted = heads(F.linear(x, weight, bias), *shape)
+    assert_differentiated(split_heads(F.linear(x, weight, bias.detach()), bias, *shape), wanted, [x, weight, bias])
 
 
 @pytest.mark.parametrize("adds", [False, True])
 def test_the_stream_meets_itself_behind_a_norm(adds: bool) -> None:
-    x, y, weight, bias = random(7, 5), random(7, 5, seed=1), random(5, seed=2), random(5, seed=3)
-    added_bias, grads = random(5, seed=4), [random(7, 5, seed=n).detach() for n in (5, 6)]
-    inputs = (x, weight, bias, y, added_bias) if adds else (x, weight, bias)
+    x, y, added_bias = random(7, 5), random(7, 5, seed=1), random(5, seed=4)
+    norm = random(5, seed=2), random(5, seed=3)
     total = x + (y + added_bias) if adds else x * 1
-    wanted = torch.autograd.grad((total, F.layer_norm(total, (5,), weight, bias, 1e-5)), inputs, grads)
-    added = y + added_bias.detach() if adds else None
-    got = residual_norm(x, added, added_bias if adds else None, weight, bias, 1e-5)
-    assert_same(got, (total, F.layer_norm(total, (5,), weight, bias, 1e-5)))
-    assert_same(torch.autograd.grad(got, inputs, grads), wanted)
+    wanted = total, F.layer_norm(total, (5,), *norm, 1e-5)
+    added = (y + added_bias.detach(), added_bias) if adds else (None, None)
+    assert_differentiated(residual_norm(x, *added, *norm, 1e-5), wanted, [x, *norm, *[y, added_bias] * adds])
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_a_norm_behind_a_layer_sums_the_layers_bias(has_bias: bool) -> None:
-    x, weight, bias, layer_bias = random(7, 5), random(5, seed=1), random(5, seed=2), random(5, seed=3)
-    inputs = (x, weight, bias, layer_bias) if has_bias else (x, weight, bias)
-    grad = random(7, 5, seed=4).detach()
-    wanted = F.layer_norm(x + layer_bias if has_bias else x, (5,), weight, bias, 1e-5)
-    got = output_norm(x + layer_bias.detach() if has_bias else x, layer_bias if has_bias else None, weight, bias, 1e-5)
-    assert_same((got,), (wanted,))
-    assert_same(torch.autograd.grad(got, inputs, grad), torch.autograd.grad(wanted, inputs, grad))
+    x, bias = random(7, 5), random(5, seed=3)
+    norm = random(5, seed=1), random(5, seed=2)
+    wanted = F.layer_norm(x + bias if has_bias else x, (5,), *norm, 1e-5)
+    given = (x + bias.detach(), bias) if has_bias else (x, None)
+    assert_differentiated([output_norm(*given, *norm, 1e-5)], [wanted], [x, *norm, *[bias] * has_bias])
 
 
 def plain_heads(
@@ -130,48 +125,30 @@ def test_norms_of_heads_form_all_gradients(
     parts = normed_heads(given, layer_bias if has_bias else None, norms[0], norms[1], shape, 1e-5)
     for part in parts[:2]:
         assert part.transpose(1, 2).is_contiguous()  # token by token: so attention writes its output
-    got = turned(parts)
-    assert_same(got, wanted)
-    grads = [random(*part.shape, seed=6 + n).detach() for n, part in enumerate(wanted)]
-    assert_same(torch.autograd.grad(got, inputs, grads), torch.autograd.grad(wanted, inputs, grads))
+    assert_differentiated(turned(parts), wanted, inputs)
 
 
 @pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3.0), LossTerms(0.0, 0.1), LossTerms(3.0, 0.1)], ids=str)
-def test_loss_and_gradient_whole_and_in_shares(terms: LossTerms) -> None:
+@pytest.mark.parametrize("padding", [1.0, 1e4, float("inf")])
+def test_loss_and_gradient_whole_and_in_shares(terms: LossTerms, padding: float) -> None:
+    """Whatever stands in 8 columns that pad 10; of shares, one has 4 of 6 valid columns, and one none."""
     logits, labels, weights = random(6, 10), torch.tensor([0, 9, 4, 5, 3, 7]), random(6, seed=1).detach().abs()
-    softcap, z_weight = terms
+    scale, softcap = torch.tensor(8.0, dtype=torch.float64), terms.softcap
     entering = softcap * torch.tanh(logits / softcap) if softcap else logits
     lse = torch.logsumexp(entering, -1)
-    losses = F.cross_entropy(entering, labels, reduction="none") + z_weight * lse**2
-    (wanted,) = torch.autograd.grad((losses * weights).sum() * 8, logits)
-    scale = torch.tensor(8.0, dtype=torch.float64)
+    losses = F.cross_entropy(entering, labels, reduction="none") + terms.z_weight * lse**2
+    wanted_loss = (losses * weights).sum()
+    (wanted,) = torch.autograd.grad(wanted_loss * scale, logits)
+    padded = torch.cat([logits.detach(), torch.full((6, 8), padding, dtype=torch.float64)], 1)
     loss, grad = plain_loss.loss_and_grad(logits.detach(), labels, weights, scale, terms)
-    assert_same((loss, grad), ((losses * weights).sum().detach(), wanted))
-
-    shares = [(logits.detach()[:, :4], labels), (logits.detach()[:, 4:], labels - 4)]
-    (m, s, own), (n, t, other) = (plain_loss.local_statistics(*share, softcap) for share in shares)
-    maximum = torch.maximum(m, n)
-    lse = (s * (m - maximum).exp() + t * (n - maximum).exp()).log() + maximum
-    assert_same((plain_loss.token_losses(lse, own + other, terms),), (losses.detach(),))
-    parts = [plain_loss.local_grad(*share, lse, weights, scale, terms) for share in shares]
-    assert_same((torch.cat(parts, 1),), (wanted,))
-
-
-@pytest.mark.parametrize("terms", [LossTerms(), LossTerms(3.0, 0.1)], ids=str)
-@pytest.mark.parametrize("padding", [1.0, 1e4, float("inf")])
-def test_columns_of_padding_change_no_number(terms: LossTerms, padding: float) -> None:
-    """Whatever stands there; also in shares, of which one has 3 of 6 valid columns and one none."""
-    logits, labels, weights = random(6, 10).detach(), torch.tensor([0, 9, 4, 5, 3, 7]), random(6, seed=1).detach()
-    scale, softcap = torch.tensor(8.0, dtype=torch.float64), terms.softcap
-    padded = torch.cat([logits, torch.full((6, 8), padding, dtype=torch.float64)], 1)
-    wanted_loss, wanted = plain_loss.loss_and_grad(logits, labels, weights, scale, terms)
-    loss, grad = plain_loss.loss_and_grad(padded, labels, weights, scale, terms, 10)
-    assert torch.equal(loss, wanted_loss) and torch.equal(grad[:, :10], wanted) and not grad[:, 10:].any()
+    assert_same((loss, grad), (wanted_loss.detach(), wanted))
+    same_loss, padded_grad = plain_loss.loss_and_grad(padded, labels, weights, scale, terms, 10)
+    assert torch.equal(same_loss, loss) and torch.equal(padded_grad, F.pad(grad, (0, 8)))
 
     shares = [(padded[:, i : i + 6], labels - i, max(0, min(6, 10 - i))) for i in (0, 6, 12)]
     maxima, sums, own = zip(*(plain_loss.local_statistics(x, y, softcap, valid) for x, y, valid in shares), strict=True)
     maximum = torch.stack(maxima).amax(0)
     lse = sum(s * (m - maximum).exp() for s, m in zip(sums, maxima, strict=True)).log() + maximum
-    assert_same(((plain_loss.token_losses(lse, sum(own), terms) * weights).sum(),), (wanted_loss,))
+    assert_same((plain_loss.token_losses(lse, sum(own), terms),), (losses.detach(),))
     parts = [plain_loss.local_grad(x, y, lse, weights, scale, terms, valid) for x, y, valid in shares]
     assert_same((torch.cat(parts, 1),), (F.pad(wanted, (0, 8)),))

@@ -11,7 +11,6 @@ from torch._dynamo.backends.common import aot_autograd
 from gptpar.cli.check_layouts import SMALL
 from gptpar.cli.check_layouts.compare import difference, step_difference
 from gptpar.cli.check_layouts.training import CaseRun
-from gptpar.config import Config
 from gptpar.model.experts import layer, routing
 from gptpar.model.experts.products import _parts_of
 from tests.ranks.layout_cases import TOLERANCE, Family, run_alone
@@ -23,15 +22,13 @@ EXPERTS = (
     "--moe-ffn-hidden-size 16 --moe-router-enable-expert-bias --moe-router-bias-update-rate 0.05 --fp64 "
 )
 SELECTIVE = "--recompute-granularity selective --recompute-modules "
-FULL = "--num-layers 3 --recompute-granularity full --recompute-method "
 CASES = [
-    SELECTIVE + "mlp",
     SELECTIVE + "mlp layernorm core_attn --moe-shared-expert-intermediate-size 8 --moe-shared-expert-gate "
     "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.01",
     SELECTIVE + "mlp --moe-expert-capacity-factor 0.75 --moe-router-load-balancing-type global_aux_loss "
     "--moe-aux-loss-coeff 0.1 --moe-layer-freq 2",
-    FULL + "uniform --recompute-num-layers 2",
-    FULL + "block --recompute-num-layers 2 --moe-expert-capacity-factor 0.75",
+    "--num-layers 3 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2 "
+    "--moe-expert-capacity-factor 0.75",
     "",
 ]
 
@@ -106,13 +103,4 @@ def test_compiled_layers_compute_what_others_do(flags: str, choices: list[bool])
     for name in ("expert bias", "choices of experts"):
         assert torch.equal(found.weights[-1][name], wanted.weights[-1][name])
     calls = 2 * MICRO_BATCHES * len(run.trainer.experts.names)
-    again = calls if "mlp" in flags else 2 * MICRO_BATCHES * of_all(run.config)
-    assert (choices.count(False), choices.count(True)) == (calls, again)
-
-
-def of_all(config: Config) -> int:
-    """How many blocks are recomputed whole."""
-    recompute, layers = config.recompute, config.model.num_layers
-    if recompute.recompute_granularity != "full":
-        return 0
-    return layers if recompute.recompute_method == "uniform" else recompute.recompute_num_layers or layers
+    assert (choices.count(False), choices.count(True)) == (calls, calls if "recompute" in flags else 0)

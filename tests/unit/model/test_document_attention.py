@@ -1,128 +1,57 @@
 """Attention inside documents: every way of computing it equals a softmax over what a mask leaves."""
 
-from dataclasses import replace
-from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from gptpar.data.documents import cumulative_lengths, follow_ends
-from gptpar.data.loader import MicroBatch, make_micro_batch
 from gptpar.model import core_attention as core
-from gptpar.model import varlen_attention as varlen
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, _dropout_in_kernel, core_attention
-from gptpar.model.dropout import seed_fields, seeds_field
-from tests.gpu.training import run
-from tests.pairs import in_turns
+from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
+from tests.pairs import every_pair
+from tests.unit.model.plain_attention import BATCH, LENGTH, by_definition, cu_seqlens_of, inputs, use_plain_kernels
 
-BATCH, LENGTH, WIDTH = 2, 24, 8
-DOCUMENTS = {
+DOCUMENTS: dict[str, list[int] | None] = {
+    "none": None,
     "one a sample": [24, 24],
     "some": [5, 1, 18, 7, 17],
     "single tokens": [1] * 48,
     "single tokens beside a whole sample": [*[1] * 24, 24],
 }
-CASES = [
-    pytest.param(lengths, room, id=f"{name}, room for {room}")
-    for name, lengths in DOCUMENTS.items()
-    for room in (0, 64)
-]
+WAYS = ["masks", "masks, sinks", "kernel", "kernel, sinks", "next to nothing dropped"]
 
 
-def cu_seqlens_of(lengths: list[int], room: int) -> torch.Tensor:
-    """Where documents start, and the end until there is room for so many."""
-    starts = [0, *accumulate(lengths)]
-    return torch.tensor(starts + starts[-1:] * (room + 1 - len(starts)), dtype=torch.int32)
+def sinks() -> torch.Tensor:
+    return torch.tensor([0.7, -2.0, 4.0, -40.0], dtype=torch.float64, requires_grad=True)
 
 
-def inputs(groups: int) -> list[torch.Tensor]:
-    """Queries of four heads, keys and values: views of one projection, as the model has them."""
-    generator = torch.Generator().manual_seed(groups)
-    qkv = torch.randn(BATCH, LENGTH, 4 + 2 * groups, WIDTH, dtype=torch.float64, generator=generator).transpose(1, 2)
-    return [part.detach().requires_grad_() for part in qkv.split([4, groups, groups], dim=1)]
-
-
-def with_gradients(y: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)
-    return [y.detach(), *torch.autograd.grad(y, parts, weights)]
-
-
-def by_definition(
-    parts: list[torch.Tensor], lengths: list[int], window: int | None, scale: float
-) -> list[torch.Tensor]:
-    """A token sees those before it in its document, the last ``window`` of them."""
-    q, k, v = parts
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).view(BATCH, 1, LENGTH)
-    places = torch.arange(LENGTH)
-    distance = places[:, None] - places
-    seen = (documents[..., None] == documents[..., None, :]) & (distance >= 0) & (distance < (window or LENGTH))
-    y = (q @ k.mT * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v
-    return with_gradients(y, parts)
-
-
-def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
-    for got, expected in zip(found, wanted, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
-
-
-@in_turns(documents=[case.values for case in CASES], heads=[(None, 4), (1, 2), (4, 1), (LENGTH, 2), (4, 4), (None, 1)])
-def test_documents_are_apart(documents: tuple[list[int], int], heads: tuple[int | None, int]) -> None:
-    (lengths, room), (window, groups) = documents, heads
-    parts = inputs(groups)
-    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), None, window, 0.3))
-    same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
-
-
-@pytest.mark.parametrize(("lengths", "room", "window"), [(DOCUMENTS["some"], 0, None), (DOCUMENTS["some"], 64, 4)])
-def test_dropout_that_drops_next_to_nothing_keeps_documents_apart(
-    lengths: list[int], room: int, window: int | None
-) -> None:
-    parts, name = inputs(2), seeds_field("layers.0")
-    dropout = AttentionDropout(1e-12, seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[name], 0, 2)
-    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), dropout, window, 0.3))
-    same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
-
-
-def varlen_attn(
-    q_NHK: torch.Tensor,
-    k_NGK: torch.Tensor,
-    v_NGK: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-) -> torch.Tensor:
-    """What torch's kernel on a GPU is given and computes."""
-    assert cu_q is cu_k and cu_q.dtype == torch.int32 and max_q == max_k == LENGTH and window_size[1] == 0
-    found = []
-    for start, end in pairwise(cu_q.tolist()):
-        q, k, v = (x[start:end].transpose(0, 1) for x in (q_NHK, k_NGK, v_NGK))
-        k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))
-        seen = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        if window_size[0] >= 0:
-            seen = seen.triu(-window_size[0])
-        found.append(((q @ k.mT * scale).masked_fill(~seen, float("-inf")).softmax(-1) @ v).transpose(0, 1))
-    return torch.cat(found)
-
-
-@in_turns(
-    documents=[case.values for case in CASES], heads=[(None, 4), (4, 2), (LENGTH, 4), (None, 2), (4, 4), (LENGTH, 2)]
+@every_pair(
+    name=list(DOCUMENTS), room=[0, 64], heads=[(None, 4), (1, 2), (4, 1), (LENGTH, 2), (4, 4), (None, 1)], way=WAYS
 )
-def test_a_gpus_kernel_is_given_documents_and_windows(
-    documents: tuple[list[int], int], heads: tuple[int | None, int], monkeypatch: pytest.MonkeyPatch
+def test_documents_are_apart(
+    name: str, room: int, heads: tuple[int | None, int], way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (lengths, room), (window, groups) = documents, heads
-    monkeypatch.setattr(core, "has_varlen_kernel", lambda *_: True)
-    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn, raising=False)
-    monkeypatch.setattr(varlen, "_GROUPS", {}, raising=False)
+    """Outputs and all gradients, by masks, as a GPU's kernel computes them, with sinks, and in dropout's own way."""
+    lengths, (window, groups) = DOCUMENTS[name], heads
+    if way.startswith("kernel"):
+        monkeypatch.setattr(core, "has_varlen_kernel", lambda *_: True)
+        use_plain_kernels(monkeypatch)
+    seeds = seed_fields(["layers.0"], 1, 0, 0, torch.device("cpu"))[seeds_field("layers.0")]
+    rule = AttentionRule(
+        cu_seqlens=None if lengths is None else cu_seqlens_of(lengths, room),
+        dropout=AttentionDropout(1e-12, seeds, 0, groups) if way == WAYS[-1] else None,
+        window=window,
+        scale=0.3,
+        sinks_H=sinks() if "sinks" in way else None,
+    )
     parts = inputs(groups)
-    y = core_attention(*parts, AttentionRule(cu_seqlens_of(lengths, room), None, window, 0.3))
-    same(with_gradients(y, parts), by_definition(parts, lengths, window, 0.3))
+    leaves = parts if rule.sinks_H is None else [*parts, rule.sinks_H]
+    found = core_attention(*parts, rule)
+    wanted = by_definition(*parts, lengths or [LENGTH] * BATCH, window, 0.3, rule.sinks_H)
+    weights = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view(found.shape)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    for got, expected in zip(*(torch.autograd.grad(y, leaves, weights) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("cu_seqlens", "window"), [(None, 4), (cu_seqlens_of([5, 43], 8), None)])
@@ -146,25 +75,19 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     assert calls[0][1] != calls[1][1]
 
 
-@pytest.mark.slow
-def test_joined_padding_changes_no_number_of_a_training() -> None:
-    """Losses and weights, against a document for each token of padding."""
-    rules = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_loss": True}
+def test_a_sink_keeps_its_bits_in_bf16() -> None:
+    """A head whose keys are zero: each of n tokens has the probability 1 / (n + exp(sink)). Rounded once, 5.3 / 0.3
+    would be wrong by 1.2 %."""
+    sinks_H = torch.tensor([1.7, 5.3], dtype=torch.bfloat16)
+    q, k, v = torch.randn(1, 2, 8, 8).bfloat16(), torch.zeros(1, 2, 8, 8).bfloat16(), torch.ones(1, 2, 8, 8).bfloat16()
+    y = core_attention(q, k, v, AttentionRule(scale=0.3, sinks_H=sinks_H))[0, :, :, 0].double()
+    n = torch.arange(1, 9, dtype=torch.float64)
+    torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
 
-    def joined(tokens_BT: torch.Tensor) -> MicroBatch:
-        tokens_BT = torch.where(tokens_BT < 12, 3, tokens_BT)
-        tokens_BT[:, -6:] = 3
-        return make_micro_batch(tokens_BT.numpy(), eod=3, **rules)
 
-    def apart(tokens_BT: torch.Tensor) -> MicroBatch:
-        batch = joined(tokens_BT)
-        cu_seqlens = cumulative_lengths(follow_ends((batch.tokens_BS == 3).numpy()))
-        assert cu_seqlens is not None and batch.cu_seqlens is not None
-        assert len(set(cu_seqlens.tolist())) > len(set(batch.cu_seqlens.tolist()))
-        return replace(batch, cu_seqlens=torch.from_numpy(cu_seqlens))
-
-    (losses, weights), (wanted_losses, wanted) = (
-        run("cpu", "--fp64 --position-embedding-type rope --window-size 4", make) for make in (joined, apart)
-    )
-    assert losses == pytest.approx(wanted_losses, rel=1e-12)
-    torch.testing.assert_close(weights, wanted, rtol=1e-10, atol=1e-12)
+def test_sinks_are_not_dropped_beside_dropout() -> None:
+    q, k, v = inputs(groups=2)
+    seeds = LayerSeeds(torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32))
+    dropout = AttentionDropout(0.5, seeds, first_group=0, num_groups=2)
+    with pytest.raises(AssertionError, match="sinks cannot be combined with dropout"):
+        core_attention(q, k, v, AttentionRule(dropout=dropout, sinks_H=sinks()))

@@ -1,7 +1,8 @@
 """Flags of Hugging Face's families: transformers' model and ours with the same weights give the same logits."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import ItemsView
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from gptpar.config import ModelConfig, TokenizerConfig
 from gptpar.config.sections.model import complete_model
 from gptpar.errors import ConfigError
-from gptpar.model.families import FAMILIES, flags_of
+from gptpar.model.families import FAMILIES, flags_of, tensors_of
 from gptpar.model.gpt import gpt_model
 from gptpar.pipeline import Stage
 from tests.helpers import random_tokens
@@ -27,6 +28,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 16,
 }
+LLAMA3 = {**LLAMA, "model_type": "llama"}
 NEOX = {**LLAMA, "model_type": "gpt_neox"}
 ROTARY_5 = {"rope_theta": 500.0, "rope_type": "default"}
 ROTARY_31 = {
@@ -57,23 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
     "GPT-2, other sizes": {**GPT2, "n_inner": 40, "layer_norm_epsilon": 1e-3, "activation_function": "gelu"},
     "GPT-NeoX": NEOX,
     "GPT-NeoX, one after the other": {**NEOX, "use_parallel_residual": False, "hidden_act": "gelu_new"},
-    "Llama": {**LLAMA, "model_type": "llama"},
-    **{
-        f"Llama with a gate of {name}": {**LLAMA, "model_type": "llama", "mlp_bias": name == "gelu"}
-        | {"attention_bias": name == "gelu", "hidden_act": name}
-        for name in ("gelu", "relu")
-    },
-    "Llama 3": {
-        **LLAMA,
-        "model_type": "llama",
-        "rope_parameters": ROTARY_5,
-        "tie_word_embeddings": True,
-        "head_dim": 6,
-    },
-    "Llama 3.1 of short samples": {**LLAMA, "model_type": "llama", "rope_parameters": SHORT_31, "head_dim": 16},
+    "Llama": LLAMA3,
+    "Llama with a gate of gelu": {**LLAMA3, "hidden_act": "gelu", "mlp_bias": True, "attention_bias": True},
+    "Llama with a gate of relu": {**LLAMA3, "hidden_act": "relu"},
+    "Llama 3": {**LLAMA3, "rope_parameters": ROTARY_5, "tie_word_embeddings": True, "head_dim": 6},
+    "Llama 3.1 of short samples": {**LLAMA3, "rope_parameters": SHORT_31, "head_dim": 16},
     "Llama, YaRN with scales": {
-        **LLAMA,
-        "model_type": "llama",
+        **LLAMA3,
         "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "truncate": False},
     },
     "GPT-NeoX, YaRN": {
@@ -87,13 +79,8 @@ CASES: dict[str, dict[str, Any]] = {
     "SmolLM3": {**SMOLLM3, "num_hidden_layers": 5},
     "SmolLM3, windows": {
         **SMOLLM3,
-        "no_rope_layers": [1, 0, 1, 0, 0],
-        "use_sliding_window": True,
-        "sliding_window": 5,
-        "rope_parameters": YARN,
-        "tie_word_embeddings": False,
-        "attention_bias": True,
-        "mlp_bias": True,
+        **{"no_rope_layers": [1, 0, 1, 0, 0], "use_sliding_window": True, "sliding_window": 5, "rope_parameters": YARN},
+        **{"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
     },
     "OLMoE": OLMOE,
     "Qwen3-MoE": {**QWEN3_MOE, "num_experts": 5, "norm_topk_prob": True},
@@ -135,114 +122,50 @@ def written_config(model: Any) -> dict[str, Any]:
     return found
 
 
-def by_group(model: ModelConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """All queries, keys and values -> rows grouped as (queries, key, value)."""
-    groups = [part.reshape(model.num_query_groups, -1, model.kv_channels, *part.shape[1:]) for part in (q, k, v)]
-    return torch.cat(groups, dim=1).flatten(0, 2)
-
-
-def of_gpt2(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {"wte": "embedding", "wpe": "positions", "ln_f": "final_norm"}
-    inner = {"ln_1": "attention_norm", "attn.c_attn": "attention.qkv", "attn.c_proj": "attention.out"}
-    inner |= {"ln_2": "mlp_norm", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-    names |= {f"h.{i}.{old}": f"layers.{i}.{new}" for i in range(model.num_layers) for old, new in inner.items()}
-    for old, new in names.items():
-        for end in ("weight", "bias"):
-            value = weights.get(f"transformer.{old}.{end}")
-            if value is None:
-                continue
-            value = value.t() if ".c_" in old and end == "weight" else value  # it stores its matrices transposed
-            yield f"{new}.{end}", by_group(model, *value.chunk(3)) if new.endswith("qkv") else value
-    yield "output.weight", weights["lm_head.weight"]
-
-
-def of_gpt_neox(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {"gpt_neox.embed_in": "embedding", "gpt_neox.final_layer_norm": "final_norm", "embed_out": "output"}
-    names["lm_head"] = "output"
-    inner = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
-    inner |= {"attention.query_key_value": "attention.qkv", "attention.dense": "attention.out"}
-    inner |= {"mlp.dense_h_to_4h": "mlp.up", "mlp.dense_4h_to_h": "mlp.down"}
+def of_theirs(kind: str, model: ModelConfig, weights: dict[str, torch.Tensor]) -> ItemsView[str, torch.Tensor]:
+    """Our parameters with transformers' weights, which have the names of its files but for those of experts."""
+    wide = next(iter(weights.values())).dtype
+    if "lm_head.weight" in weights:
+        weights = {"embed_out.weight": weights["lm_head.weight"], **weights}  # GPT-NeoX's own name
+    parameters = Stage(gpt_model(model).specs).global_parameters()
+    found = {name: torch.full(one.shape, torch.nan, dtype=wide) for name, one in parameters.items()}
+    for tensor in tensors_of(kind, model, VOCAB_SIZE):
+        if tensor.name in weights:
+            view = tensor.view(found[tensor.ours])
+            view.copy_(weights[tensor.name].reshape(view.shape))
     for i in range(model.num_layers):
-        names |= {f"gpt_neox.layers.{i}.{old}": f"layers.{i}.{new}" for old, new in inner.items()}
-    for name, value in weights.items():
-        layer, _, end = name.rpartition(".")
-        yield f"{names[layer]}.{end}", value
-
-
-def of_llama(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Of those that are like it, too."""
-    pairs = {"model.embed_tokens": "embedding", "model.norm": "final_norm", "lm_head": "output"}
-    post = model.norm_placement == "post"
-    inner = {
-        "self_attn.o_proj": "attention.out",
-        "self_attn.q_norm": "attention.query_norm",
-        "self_attn.k_norm": "attention.key_norm",
-        "mlp.down_proj": "mlp.down",
-        "input_layernorm": "attention_norm",
-        "post_attention_layernorm": "attention_post_norm" if post else "mlp_norm",
-        "post_feedforward_layernorm": "mlp_post_norm",
-    }
-    for i in range(model.num_layers):
-        pairs |= {f"model.layers.{i}.{old}": f"layers.{i}.{new}" for old, new in inner.items()}
-    for end in ("weight", "bias"):
-        for old, new in pairs.items():
-            if (value := weights.get(f"{old}.{end}")) is not None:
-                yield f"{new}.{end}", value
-        for i in range(model.num_layers):
-            its = {name: weights.get(f"model.layers.{i}.{name}.{end}") for name in PROJECTIONS}
-            q, k, v, gate, up = its.values()
-            if q is not None and k is not None and v is not None:
-                yield f"layers.{i}.attention.qkv.{end}", by_group(model, q, k, v)
-            if gate is not None and up is not None:
-                yield f"layers.{i}.mlp.up.{end}", torch.stack([gate, up])
-    for i in range(model.num_layers):  # those with experts, whose halves lie one after the other
         prefix = f"model.layers.{i}.mlp"
-        if (router := weights.get(f"{prefix}.gate.weight")) is not None:
-            yield f"layers.{i}.mlp.router.weight", router
-            yield f"layers.{i}.mlp.up", weights[f"{prefix}.experts.gate_up_proj"].unflatten(1, (2, -1))
-            yield f"layers.{i}.mlp.down", weights[f"{prefix}.experts.down_proj"]
+        if kind != "gpt_oss" and f"{prefix}.gate.weight" in weights:  # in memory all experts are one tensor
+            found[f"layers.{i}.mlp.router.weight"] = weights[f"{prefix}.gate.weight"]
+            found[f"layers.{i}.mlp.up"] = weights[f"{prefix}.experts.gate_up_proj"].unflatten(1, (2, -1))
+            found[f"layers.{i}.mlp.down"] = weights[f"{prefix}.experts.down_proj"]
+    assert not any(value.isnan().any() for value in found.values())
+    return found.items()
 
 
-def of_gpt_oss(model: ModelConfig, weights: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gates and values alternate; matrices are stored transposed."""
-    yield from of_llama(model, weights)
-    for i in range(model.num_layers):
-        theirs, ours = f"model.layers.{i}", f"layers.{i}"
-        yield f"{ours}.attention.sinks", weights[f"{theirs}.self_attn.sinks"]
-        for end in ("weight", "bias"):
-            yield f"{ours}.mlp.router.{end}", weights[f"{theirs}.mlp.router.{end}"]
-        up, down = (weights[f"{theirs}.mlp.experts.{name}_proj"] for name in ("gate_up", "down"))
-        yield f"{ours}.mlp.up", torch.stack([up[..., ::2], up[..., 1::2]], 1).mT
-        yield f"{ours}.mlp.down", down.mT
-        bias = weights[f"{theirs}.mlp.experts.gate_up_proj_bias"]
-        yield f"{ours}.mlp.up_bias", torch.stack([bias[:, ::2], bias[:, 1::2]], 1)
-        yield f"{ours}.mlp.down_bias", weights[f"{theirs}.mlp.experts.down_proj_bias"]
+NAMES = {kind: partial(of_theirs, kind) for kind in FAMILIES}
+"""Of each family: our parameters' names and values, from a model's configuration and transformers' weights."""
 
 
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-NAMES = {"gpt2": of_gpt2, "gpt_neox": of_gpt_neox} | dict.fromkeys(
-    ("llama", "qwen2", "qwen3", "olmo2", "smollm3", "olmoe", "qwen3_moe", "mixtral"), of_llama
-)
-NAMES["gpt_oss"] = of_gpt_oss
+def our_logits(model: ModelConfig, weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
+    stage = Stage(gpt_model(model).specs).eval()
+    stage.place({name: value.contiguous() for name, value in weights.items()})
+    with torch.no_grad():
+        return stage(tokens, {"seq_length": tokens.shape[1]})
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_theirs(name: str) -> None:
     reference = theirs(CASES[name])
     model = complete_model(flags_of(written_config(reference)), TokenizerConfig())
-    stage = Stage(gpt_model(model).specs)
     weights = dict(NAMES[CASES[name]["model_type"]](model, reference.state_dict()))
-    if model.tied:
-        assert torch.equal(weights.pop("output.weight"), weights["embedding.weight"])
-    assert weights.keys() == stage.global_parameters().keys()
-    stage.place({name: value.contiguous() for name, value in weights.items()})
     tokens = random_tokens(3, 15, 61)
     with torch.no_grad():
-        found, wanted = stage.eval()(tokens, {"seq_length": 16}), reference(tokens).logits.flatten(0, 1)
+        wanted = reference(tokens).logits.flatten(0, 1)
     assert wanted.abs().mean() > 0.1
     # transformers forms the angles of rotary positions in fp32.
-    exact = model.position_embedding_type != "rope"
-    torch.testing.assert_close(found, wanted, rtol=1e-11 if exact else 1e-5, atol=1e-11 if exact else 1e-5)
+    tolerance = 1e-11 if model.position_embedding_type != "rope" else 1e-5
+    torch.testing.assert_close(our_logits(model, weights, tokens), wanted, rtol=tolerance, atol=tolerance)
 
 
 OF_KIND = {case["model_type"]: case for case in CASES.values() if "num_key_value_heads" in case}
@@ -258,30 +181,24 @@ def test_missing_key_value_heads_count_as_theirs(kind: str) -> None:
     assert flags_of(written | {"num_key_value_heads": None}).num_query_groups == 64  # where theirs takes it
 
 
-SCALED = ("linear", "dynamic", "llama3", "yarn")
+SCALED = {"linear": LINEAR, "dynamic": DYNAMIC, "llama3": SHORT_31, "yarn": YARN}
 
 
 @pytest.mark.parametrize("kind", SCALED)
-@pytest.mark.parametrize("length", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str, length: int) -> None:
-    rotary = {"linear": LINEAR, "dynamic": DYNAMIC, "llama3": SHORT_31, "yarn": YARN}[kind]
-    fields = {**LLAMA, "model_type": "llama", "head_dim": 16, "rope_parameters": rotary}
+def test_scaled_positions_give_their_logits_beyond_the_original_length(kind: str) -> None:
+    length, fields = 40, {**LLAMA3, "head_dim": 16, "rope_parameters": SCALED[kind]}
     if kind != "dynamic":  # its field is the original length
         fields["max_position_embeddings"] = length
     reference = theirs(fields)
     flags = dataclasses.replace(flags_of(written_config(reference)), seq_length=length)
     model = complete_model(flags, TokenizerConfig())
     assert model.rope_scaling_type == kind
-    stage = Stage(gpt_model(model).specs)
-    stage.place({name: value.contiguous() for name, value in of_llama(model, reference.state_dict())})
-    tokens = random_tokens(2, length - 1, 61)
+    weights, tokens = dict(NAMES["llama"](model, reference.state_dict())), random_tokens(2, length - 1, 61)
     with torch.no_grad():
-        found, wanted = stage.eval()(tokens, {"seq_length": length}), reference(tokens).logits.flatten(0, 1)
-        plain = dataclasses.replace(model, rope_scaling_type=None)
-        stage_of_plain = Stage(gpt_model(plain).specs)
-        stage_of_plain.place({name: value.contiguous() for name, value in of_llama(plain, reference.state_dict())})
-        unscaled = stage_of_plain.eval()(tokens, {"seq_length": length})
+        wanted = reference(tokens).logits.flatten(0, 1)
+    found = our_logits(model, weights, tokens)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    unscaled = our_logits(dataclasses.replace(model, rope_scaling_type=None), weights, tokens)
     assert (found - unscaled).abs().max() > 1e-2
 
 
@@ -315,8 +232,8 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
         ({**OLMOE, "clip_qkv": 8.0}, "clip_qkv is 8, and gptpar clips neither queries nor keys nor values."),
         ({**LLAMA, "model_type": "mixtral"}, "num_experts_per_tok is missing in the config.json: a mixtral model"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ({**LLAMA, "model_type": "llama", "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
-        ({**LLAMA, "model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', and gptpar"),
+        ({**LLAMA3, "attention_bias": True}, "mlp_bias is False, and gptpar computes with True"),
+        ({**LLAMA3, "rope_scaling": {"type": "longrope"}}, "rope_type is 'longrope', and gptpar"),
         *(
             (
                 {**LLAMA, "model_type": kind, "rope_parameters": {**ROTARY_5, "partial_rotary_factor": 0.5}},
@@ -325,12 +242,12 @@ def test_a_config_of_the_version_before_gives_the_same_flags(name: str) -> None:
             for kind in ("llama", "smollm3")
         ),
         (
-            {**LLAMA, "model_type": "llama", "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
+            {**LLAMA3, "num_attention_heads": 0, "rms_norm_eps": "1e-5", "attention_bias": 1},
             "(?s)attention_bias is 1; true or false is needed..*num_attention_heads is 0; a whole number from 1 is "
             'needed..*rms_norm_eps is "1e-5"; a number is needed.',
         ),
         (
-            {**LLAMA, "model_type": "llama", "rms_norm_eps": 0, "head_dim": 0, "vocab_size": 2**62}
+            {**LLAMA3, "rms_norm_eps": 0, "head_dim": 0, "vocab_size": 2**62}
             | {"num_key_value_heads": -2, "rope_parameters": {**ROTARY_31, "factor": 0, "rope_theta": float("inf")}},
             "(?s)llama: rope_theta is Infinity; a finite number is needed..*factor of the rotary positions is 0; a "
             "number from 1 .*num_key_value_heads is -2; .*head_dim is 0; .*vocab_size is 4611686018427387904; a whole "

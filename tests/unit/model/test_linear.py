@@ -4,12 +4,10 @@ import pytest
 import torch
 
 from gptpar.model.dropout import layers_with_dropout, seed_fields
-from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
-from gptpar.pipeline.stage import Stage
-from gptpar.topology.initial_values import initialise
-from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.helpers import random_tokens
 from tests.pairs import in_turns
+from tests.unit.model.stages import gradients_of, require_same, stage_of
 
 OPTIONS = {
     "GPT-2": "",
@@ -28,16 +26,9 @@ OPTIONS = {
 
 def gradients(flags: str, modules: frozenset[str]) -> dict[str, torch.Tensor]:
     """Of every parameter, for one micro-batch in fp64."""
-    model = gpt_model(tiny_config(flags).model, recompute_modules=modules)
-    stage = Stage(model.specs)
-    weights = {name: torch.empty(p.shape, dtype=torch.float64) for name, p in stage.global_parameters().items()}
-    initialise(weights, inits_of_stage(stage), 1)
-    stage.place(weights)
-    tokens, device = random_tokens(2, 16, 60), torch.device("cpu")
-    seeds = seed_fields(layers_with_dropout(model.specs), 1234, 0, 0, device)
-    loss = stage(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16, **seeds})
-    parameters = stage.global_parameters()
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    stage, tokens = stage_of(flags, recompute_modules=modules), random_tokens(2, 16, 60)
+    seeds = seed_fields(layers_with_dropout(stage.specs), 1234, 0, 0, torch.device("cpu"))
+    return gradients_of(stage, stage(tokens[:, :-1], {"labels": tokens[:, 1:], "seq_length": 16, **seeds}))
 
 
 @in_turns(name=list(OPTIONS), modules=[(), ("core_attn", "mlp", "layernorm"), ("mlp_act",)])
@@ -47,5 +38,4 @@ def test_readers_sum_what_the_layers_would(
     found = gradients(OPTIONS[name], frozenset(modules))
     monkeypatch.setattr(Linears, "_is_summed_by", lambda self, reader: False)
     expected = gradients(OPTIONS[name], frozenset(modules))
-    for parameter, gradient in expected.items():
-        torch.testing.assert_close(found[parameter], gradient, rtol=1e-10, atol=1e-16, msg=parameter)
+    require_same(found, expected, rtol=1e-10, atol=1e-16)

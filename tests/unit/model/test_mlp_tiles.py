@@ -1,7 +1,6 @@
 """The MLP in tiles of tokens, and with an activation that is computed again, against the MLP as a whole."""
 
 from dataclasses import replace
-from math import inf
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from gptpar.config.sections.mlp import GATES
 from gptpar.model.activations import FUNCTIONS
 from gptpar.model.block import MLP
 from gptpar.model.linear import Linears
-from gptpar.model.mlp_tiles import tiled_mlp
 from tests.helpers import tiny_config
 from tests.pairs import every_pair
 
@@ -57,16 +55,6 @@ def test_sums_over_tiles_are_wide() -> None:
     exact = trained(whole.double(), x.double())
     for got, other, wanted in zip(trained(tiled, x), narrow, exact, strict=True):
         assert (got.double() - wanted).norm() < 1.5 * (other.double() - wanted).norm()
-
-
-@pytest.mark.parametrize("flags", ["", "--swiglu --disable-bias-linear "])
-@pytest.mark.slow
-def test_the_operator_keeps_a_compilers_rules(flags: str) -> None:
-    _, tiled, x = pair(flags, 3, torch.float64)
-    up, down = tiled.up, tiled.down
-    bias = None if up.bias is None else up.bias.flatten()
-    how = (tiled.activation, tiled.gated, inf, 0.0, 3, *up.transfer, up.format)
-    torch.library.opcheck(tiled_mlp, (x.requires_grad_(), up.weight.flatten(0, -2), bias, down.weight, *how))
 
 
 @pytest.mark.parametrize("tiles", [1, 4])

@@ -12,79 +12,43 @@ from gptpar.pipeline import Stage
 from gptpar.system.hashes import seed_of
 from gptpar.tensor_parallel import cross_entropy
 from gptpar.tensor_parallel.axis import ALONE
-from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, num_chunks
-from gptpar.topology.initial_values import Normal, draw, initialise
+from gptpar.tensor_parallel.cross_entropy import LinearCrossEntropy, losses_of_tokens, num_chunks
+from gptpar.topology.initial_values import Normal, draw
 from tests.helpers import inits_of_stage, random_tokens, tiny_config
+from tests.unit.model.stages import gradients_of, require_same, stage_of
 
-OPTIONS = {
-    "gpt2": "",
-    "rope": "--position-embedding-type rope --rotary-percent 0.5",
-    "qkv bias alone": "--disable-bias-linear --add-qkv-bias",
-    "grouped queries": "--num-query-groups 2",
-    "untied": "--untie-embeddings-and-output-weights",
-    "head norms, rotary": "--qk-layernorm --position-embedding-type rope --normalization RMSNorm --num-query-groups 2",
-    "norm of all heads": "--qk-layernorm --qk-layernorm-scope width --normalization RMSNorm --num-query-groups 2",
-    "norms after": "--norm-placement post",
-    "parallel residual": "--use-parallel-residual",
-    "squared ReLU": "--squared-relu",
-    "GEGLU": "--mlp-activation geglu",
-    "gated attention": "--attention-output-gate --num-query-groups 2",
-    "windows": "--window-size 5 --window-pattern SF",
-    "capped logits, untied": "--logit-softcap 0.3 --untie-embeddings-and-output-weights",
-    "muP": "--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2",
-    "all": "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--num-query-groups 2 --untie-embeddings-and-output-weights",
-}
+GROUPS = "--num-query-groups 2"
+MASK = (torch.arange(32).view(2, 16) % 5 != 0).double()
 
 
-def build(flags: str, dtype: torch.dtype = torch.float64) -> Stage:
-    stage = Stage(gpt_model(tiny_config(flags).model).specs)
-    weights = {name: torch.empty(p.shape, dtype=dtype) for name, p in stage.global_parameters().items()}
-    initialise(weights, inits_of_stage(stage), seed=3)
-    stage.place(weights)
-    return stage
-
-
+@pytest.mark.parametrize("padding", [0, 14])
 @pytest.mark.parametrize(("least_rows", "chunks"), [(cross_entropy.MIN_ROWS, 1), (cross_entropy.MIN_ROWS, 3), (10, 10)])
 def test_linear_cross_entropy_equals_logits_then_loss(
-    chunks: int, least_rows: int, monkeypatch: pytest.MonkeyPatch
+    chunks: int, least_rows: int, padding: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Loss, both gradients and the losses of tokens; rows that pad the vocabulary change no number."""
     n, v, d = 20, 50, 8
     monkeypatch.setattr(cross_entropy, "MIN_ROWS", least_rows)
     monkeypatch.setattr(cross_entropy, "ROW_TILE", 8)
-    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", v * 8 * (n // chunks))
-    assert num_chunks(n, v, 8, "cpu") >= chunks
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", (v + padding) * 8 * (n // chunks))
+    assert num_chunks(n, v + padding, 8, "cpu") >= chunks
     hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(v, d, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, v, (n,))
-    weights = torch.rand(n, dtype=torch.float64)
-    expected = (F.cross_entropy(hidden @ weight.t(), labels, reduction="none") * weights).sum()
-    wanted = torch.autograd.grad(expected * 3.0, (hidden, weight))
-    for scale in (1.0, 3.0, 1024.0):  # the incoming gradient need not be the one announced
-        loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.tensor(scale, dtype=torch.float64))
-        got = torch.autograd.grad(loss * 3.0, (hidden, weight))
-        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-        torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
-
-
-@pytest.mark.parametrize("chunks", [1, 3])
-def test_rows_that_pad_the_vocabulary_change_no_number(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loss, both gradients, the losses of tokens and the logits, in fp64, against the matrix without these rows."""
-    n, v, d, rows = 20, 50, 8, 64
-    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", rows * 8 * (n // chunks))
-    hidden = torch.randn(n, d, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(rows, d, dtype=torch.float64, requires_grad=True)
-    labels, weights, scale = torch.randint(0, v, (n,)), torch.rand(n, dtype=torch.float64), torch.ones(()).double()
-    terms = LossTerms(3.0, 0.1)
-    entering = 3 * torch.tanh(hidden @ weight[:v].t() / 3)
-    losses, lse = F.cross_entropy(entering, labels, reduction="none"), torch.logsumexp(entering, -1)
-    expected = ((losses + 0.1 * lse**2) * weights).sum()
-    loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, scale, ALONE, None, None, terms, v)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    got, wanted = (torch.autograd.grad(one, (hidden, weight)) for one in (loss, expected))
-    torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
-    of_tokens = cross_entropy.losses_of_tokens(hidden, weight, labels, ALONE, None, LossTerms(3.0), v)
-    torch.testing.assert_close(of_tokens, losses.detach(), rtol=1e-12, atol=1e-14)
+    weight = torch.randn(v + padding, d, dtype=torch.float64, requires_grad=True)
+    labels, weights = torch.randint(0, v, (n,)), torch.rand(n, dtype=torch.float64)
+    for terms in (LossTerms(), LossTerms(3.0, 0.1)):
+        logits = hidden @ weight[:v].t()
+        entering = 3 * torch.tanh(logits / 3) if terms.softcap else logits
+        losses, lse = F.cross_entropy(entering, labels, reduction="none"), torch.logsumexp(entering, -1)
+        expected = ((losses + terms.z_weight * lse**2) * weights).sum()
+        wanted = torch.autograd.grad(expected * 3.0, (hidden, weight))
+        for scale in (1.0, 3.0, 1024.0):  # the incoming gradient need not be the one announced
+            announced = torch.tensor(scale, dtype=torch.float64)
+            loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, announced, ALONE, None, None, terms, v)
+            got = torch.autograd.grad(loss * 3.0, (hidden, weight))
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+            torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+        of_tokens = losses_of_tokens(hidden, weight, labels, ALONE, None, terms._replace(z_weight=0.0), v)
+        torch.testing.assert_close(of_tokens, losses.detach(), rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -108,62 +72,39 @@ def test_rows_of_the_weights_gradient_are_told_when_they_are_formed(
     assert torch.equal(torch.cat([part for _, part in told]), grad)
 
 
-def test_an_evaluation_forms_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage, tokens = build(""), random_tokens(2, 16, 60)
-    fields = {"labels": tokens[:, 1:], "seq_length": 16}
-    expected = stage(tokens[:, :-1], fields).item()
+@pytest.mark.parametrize(
+    ("flags", "z_weight"),
+    [
+        ("", 0),
+        ("--untie-embeddings-and-output-weights", 0),
+        ("--logit-softcap 0.3 --untie-embeddings-and-output-weights", 0),
+        ("--mup --mup-base-hidden-size 8 --mup-base-kv-channels 2", 0),
+        ("--z-loss-weight 0.1 --logit-softcap 2", 0.1),
+        ("--use-z-loss --untie-embeddings-and-output-weights", 1e-4),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_logits(
+    flags: str, z_weight: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The z-loss is a part of the training loss alone; an evaluation forms no gradient."""
+    stage, tokens = stage_of(flags), random_tokens(2, 16, 60)
+    x, labels = tokens[:, :-1], tokens[:, 1:]
+    fields = {"labels": labels, "loss_mask": MASK, "seq_length": 16}
+    loss, logits = stage(x, fields), stage(x, {"seq_length": 16})
+    evaluated = (F.cross_entropy(logits, labels.flatten(), reduction="none") * MASK.flatten()).sum() / MASK.sum()
+    wanted = evaluated + z_weight * (logits.logsumexp(-1) ** 2 * MASK.flatten()).sum() / MASK.sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
+    require_same(gradients_of(stage, loss), gradients_of(stage, wanted))
     monkeypatch.setattr(plain_loss, "loss_and_grad", None)
     monkeypatch.setattr(plain_loss, "local_grad", None)
     with torch.no_grad():
-        assert stage(tokens[:, :-1], fields).item() == pytest.approx(expected, rel=1e-14)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fused_loss_and_gradients_equal_the_plain_ones(name: str) -> None:
-    stage = build(OPTIONS[name])
-    tokens = random_tokens(2, 16, 60)
-    x, labels = tokens[:, :-1], tokens[:, 1:]
-    mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
-    loss = stage(x, {"labels": labels, "loss_mask": mask, "seq_length": 16})
-    parameters = stage.global_parameters()
-    got = torch.autograd.grad(loss, list(parameters.values()))
-    losses = F.cross_entropy(stage(x, {"seq_length": 16}), labels.flatten(), reduction="none")
-    plain = (losses * mask.flatten()).sum() / mask.sum()
-    wanted = torch.autograd.grad(plain, list(parameters.values()))
-    torch.testing.assert_close(loss, plain, rtol=1e-12, atol=0)
-    for parameter, g, w in zip(parameters, got, wanted, strict=True):
-        torch.testing.assert_close(g, w, rtol=1e-9, atol=1e-13, msg=parameter)
-
-
-@pytest.mark.parametrize(
-    ("z_loss", "weight", "flags"),
-    [
-        ("--z-loss-weight 0.1", 0.1, "--logit-softcap 2"),
-        ("--use-z-loss", 1e-4, "--untie-embeddings-and-output-weights"),
-    ],
-)
-def test_the_z_loss_is_a_part_of_the_training_loss_alone(z_loss: str, weight: float, flags: str) -> None:
-    stage, plain = build(f"{z_loss} {flags}"), build(flags)
-    tokens = random_tokens(2, 16, 60)
-    mask = (torch.arange(32).view(2, 16) % 5 != 0).double()
-    fields = {"labels": tokens[:, 1:], "loss_mask": mask, "seq_length": 16}
-    with torch.no_grad():
-        torch.testing.assert_close(stage(tokens[:, :-1], fields), plain(tokens[:, :-1], fields), rtol=1e-14, atol=0)
-    parameters = stage.global_parameters()
-    loss = stage(tokens[:, :-1], fields)
-    lse = stage(tokens[:, :-1], {"seq_length": 16}).logsumexp(-1)
-    losses = F.cross_entropy(stage(tokens[:, :-1], {"seq_length": 16}), tokens[:, 1:].flatten(), reduction="none")
-    wanted = ((losses + weight * lse**2) * mask.flatten()).sum() / mask.sum()
-    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=0)
-    pairs = (torch.autograd.grad(value, list(parameters.values())) for value in (loss, wanted))
-    for name, got, plain_grad in zip(parameters, *pairs, strict=True):
-        torch.testing.assert_close(got, plain_grad, rtol=1e-9, atol=1e-13, msg=name)
+        torch.testing.assert_close(stage(x, fields), evaluated, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("flags", ["", "--position-embedding-type rope"])
 def test_a_document_does_not_see_the_one_before(flags: str) -> None:
     """With positions and attention reset, two documents in one sample give what each gives alone."""
-    stage = build(flags)
+    stage = stage_of(flags)
     tokens = random_tokens(1, 15, 60)
     positions = torch.tensor([[*range(6), *range(10)]])
     documents = torch.tensor([0, 6, 16])
@@ -173,7 +114,7 @@ def test_a_document_does_not_see_the_one_before(flags: str) -> None:
 
 
 def test_initial_values_depend_on_seed_and_name_alone() -> None:
-    deep, shallow = build(""), build("--num-layers 1")
+    deep, shallow = stage_of(""), stage_of("--num-layers 1")
     ours, theirs = deep.global_parameters(), shallow.global_parameters()
     assert torch.equal(ours["embedding.weight"], theirs["embedding.weight"])
     assert torch.equal(ours["layers.0.mlp.up.weight"], theirs["layers.0.mlp.up.weight"])
@@ -203,9 +144,9 @@ def test_a_norm_without_a_kernel_for_heads_normalises_them(monkeypatch: pytest.M
     fields = {"labels": tokens, "loss_mask": torch.ones(tokens.shape, dtype=torch.float64), "seq_length": 16}
 
     def computed() -> list[torch.Tensor]:
-        stage = build(f"{OPTIONS['head norms, rotary']} {gate}")
+        stage = stage_of(f"--qk-layernorm --position-embedding-type rope --normalization RMSNorm {GROUPS} {gate}")
         loss = stage(tokens, fields)
-        return [loss, *torch.autograd.grad(loss.sum(), list(stage.global_parameters().values()))]
+        return [loss, *gradients_of(stage, loss).values()]
 
     with_kernel = computed()
     monkeypatch.setattr(RMSNorm, "of_head", None)

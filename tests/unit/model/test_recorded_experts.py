@@ -55,11 +55,8 @@ def trained(flags: str, recorder: PythonRecorder | None) -> dict[str, Any]:
     "flags",
     [
         "--moe-expert-capacity-factor 0.75 --recompute-granularity selective --recompute-modules mlp",
-        pytest.param(
-            "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax --recompute-granularity full "
-            "--recompute-method uniform --recompute-num-layers 1",
-            marks=pytest.mark.slow,
-        ),
+        "--moe-router-num-groups 2 --moe-router-group-topk 1 --moe-router-pre-softmax --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
     ],
     ids=["capacity", "groups"],
 )

@@ -7,16 +7,25 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gptpar.cli.plan import make_planner
-from gptpar.plan.planner import Plan
+from gptpar.plan.job import Job
+from gptpar.plan.planner import Plan, Planner
 
 GIB = 2**30
 CALM = "--bf16 --attention-dropout 0 --hidden-dropout 0 "
 SMALL = CALM + "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 128 "
 
 
+def planner_of(flags: str) -> Planner:
+    return make_planner(flags.split())[0]
+
+
 def plan(flags: str) -> Plan:
-    planner, _ = make_planner(flags.split())
-    return planner.plan()
+    return planner_of(flags).plan()
+
+
+def block_bytes(job: Job, number: int = 0) -> float:
+    """Bytes that a block keeps of a token."""
+    return job.costs[job.blocks(job.stages[0])[number]].kept
 
 
 @contextmanager

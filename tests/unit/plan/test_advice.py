@@ -11,33 +11,38 @@ from gptpar.errors import ConfigError
 from gptpar.plan.remedies import remedies
 from gptpar.plan.report import search_json
 from gptpar.plan.search import search
-from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, TEN_B, plan, planner_of
 
 TEN_B_KEPT = TEN_B.replace("--recompute-granularity full", "")
 
 
 @pytest.mark.parametrize("offload", ["", pytest.param(f"{OFFLOAD} 1 --cpu-parameters", marks=pytest.mark.slow)])
 def test_the_last_resort_recomputes_too(offload: str) -> None:
-    planner, _ = make_planner(f"{TEN_B_KEPT} {offload} --gpu-memory 26".split())
-    planned = planner.plan()
-    (enough,) = (remedy for remedy in remedies(planner, planned) if remedy.fits)
+    planner = planner_of(f"{TEN_B_KEPT} {offload} --gpu-memory 26")
+    found = remedies(planner, planner.plan())
+    (enough,) = (remedy for remedy in found if remedy.fits)
     assert enough.need < 26 * GIB < plan(f"{TEN_B_KEPT} {OFFLOAD} 1 --cpu-parameters").need
     assert enough.flags().count("--recompute-granularity full") == 1
-    flags = [remedy.flags() for remedy in remedies(planner, planned)]
-    assert len(set(flags)) == len(flags)
+    assert len({remedy.flags() for remedy in found}) == len(found)
 
 
-def test_a_remedy_says_which_flag_to_leave_out() -> None:
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            "--recompute-granularity full --checkpoint-in-cpu --gpu-memory 80 --host-memory 4",
+            "without --checkpoint-in-cpu",
+        ),
+        (
+            "--recompute-granularity selective --recompute-modules mlp --gpu-memory 12",
+            "--recompute-granularity full without --recompute-modules",
+        ),
+    ],
+)
+def test_a_remedy_says_which_flag_to_leave_out(flags: str, told: str) -> None:
     words = "--preset 350M --seq-length 1024 --micro-batch-size 32 --global-batch-size 32 --bf16 --gpu h100"
-    planner, _ = make_planner(
-        f"{words} --recompute-granularity full --checkpoint-in-cpu --gpu-memory 80 --host-memory 4".split()
-    )
-    assert "without --checkpoint-in-cpu" in [remedy.flags() for remedy in remedies(planner, planner.plan())]
-    planner, _ = make_planner(
-        f"{words} --recompute-granularity selective --recompute-modules mlp --gpu-memory 12".split()
-    )
-    found = [remedy.flags() for remedy in remedies(planner, planner.plan())]
-    assert "--recompute-granularity full without --recompute-modules" in found
+    planner = planner_of(f"{words} {flags}")
+    assert told in [remedy.flags() for remedy in remedies(planner, planner.plan())]
 
 
 ONE_GPU = "--attention-dropout 0 --hidden-dropout 0 --seq-length 1024 --gpu h100 --recompute-granularity full"
@@ -61,7 +66,7 @@ def test_one_gpu_without_a_micro_batch_gets_all_flags(tmp_path: Path, capsys: py
 def test_several_gpus_need_a_batch_and_typed_formats_stay() -> None:
     with pytest.raises(ConfigError, match="--search needs --global-batch-size"):
         make_planner(["--preset", "350M", "--world-size", "2", "--search"])
-    planner, _ = make_planner(f"--preset 350M {ONE_GPU} --fp16".split())
+    planner = planner_of(f"--preset 350M {ONE_GPU} --fp16")
     assert not planner.chosen and planner.typed.precision.fp16
     assert not make_planner(f"--preset 350M {ONE_GPU} --micro-batch-size 4".split())[1].search
 
@@ -111,8 +116,7 @@ def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
     flags = f"{TEN_B} --global-batch-size 10 --search --gpu-memory "
     best = {}
     for memory in (200, 40, 12):
-        planner, _ = make_planner(f"{flags} {memory}".split())
-        found = search(planner)
+        found = search(planner_of(f"{flags} {memory}"))
         best[memory] = found.accepted[0]
         assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
         assert search_json(found)["best"]["fits"]
@@ -120,5 +124,5 @@ def test_a_search_moves_to_the_host_what_does_not_fit_otherwise() -> None:
     assert "--cpu-optimizer --cpu-optimizer-ratio auto" in best[40].flags() and best[40].need < 40 * GIB
     assert best[200].tokens_per_second > best[40].tokens_per_second > best[12].tokens_per_second
     assert "--cpu-parameters" in best[12].flags() and best[12].need < 12 * GIB
-    planner, _ = make_planner(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5".split())
-    assert not search(planner).accepted  # what was typed stays
+    typed = planner_of(f"{flags} 12 --cpu-optimizer --cpu-optimizer-ratio 0.5")
+    assert not search(typed).accepted  # what was typed stays

@@ -90,6 +90,12 @@ LOWER = (
 LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, or "
 
 
+def told_of_a_full_gpu(flags: str) -> str:
+    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
@@ -100,9 +106,7 @@ LESS_OFFLOAD = "set --offload-speculation off or a lower --cpu-optimizer-ratio, 
     ],
 )
 def test_a_full_gpu_may_give_its_gradients_away(flags: str, told: str) -> None:
-    with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-    assert str(caught.value).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
+    assert told_of_a_full_gpu(flags).startswith(f"the GPU's memory is full (0 B were in use): {told}{LOWER}")
 
 
 ON_HOST = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 1 --cpu-parameters"
@@ -122,22 +126,19 @@ ON_HOST = "--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio 1 --cpu-
 def test_gaps_of_the_allocator_are_named_where_they_are_large(
     flags: str, settings: str, expands: bool, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_named = not expands
     monkeypatch.setenv(name, settings)
     given = list[str]()
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", given.append)
-    _expand_segments(tiny_config(flags), torch.device("cuda"))
-    _expand_segments(tiny_config(flags), torch.device("cpu"))
+    for device in ("cuda", "cpu"):
+        _expand_segments(tiny_config(flags), torch.device(device))
     assert given == ["expandable_segments:True"] * (flags == ON_HOST and not settings)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 47 << 30)
-    for reserved, has_gaps in ((51, False), (77, True)):
+    remedy = ", 30.00 GiB in gaps between them): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
+    for reserved, told in ((51, "):"), (77, "):" if expands else f"{remedy}environment,")):
         monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda reserved=reserved: reserved << 30)
-        with pytest.raises(GptparError) as caught, memory_explained(partial(tiny_config, flags)):
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        told = ", 30.00 GiB in gaps between them): set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
-        told = f"{told}environment," if has_gaps and is_named else "):"
         told = f"{told} set --offload-gradients on, or" if flags else told
-        assert str(caught.value).startswith(f"the GPU's memory is full (47.00 GiB were in use{told} {LOWER}")
+        start = f"the GPU's memory is full (47.00 GiB were in use{told} {LOWER}"
+        assert told_of_a_full_gpu(flags).startswith(start)
 
 
 def test_a_failing_updating_thread_ends_the_run_with_the_sentence(

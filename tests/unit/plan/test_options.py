@@ -2,7 +2,6 @@
 
 import pytest
 
-from gptpar.cli.plan import make_planner
 from gptpar.engine.ranges import Home
 from gptpar.offload.copying_transfers import MAX_UNITS_WAITING
 from gptpar.offload.gpu_transfers import RING_BYTES
@@ -16,8 +15,7 @@ from gptpar.plan.planner import Plan
 from gptpar.plan.report import plan_json, plan_text
 from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, plan
-from tests.unit.plan.test_predictions import block_bytes
+from tests.unit.plan.plans import CALM, GIB, OFFLOAD, SMALL, TEN_B, block_bytes, plan
 
 
 @pytest.mark.parametrize(("count", "stages"), [(3, 1), (2, 2)])
@@ -108,20 +106,11 @@ def test_each_rounded_moment_saves_bytes_of_memory_and_twice_as_many_of_an_updat
     assert speeds[1].update / speeds[0].update == pytest.approx((26 + gradient - 2 * saved) / (26 + gradient))
 
 
-def test_a_run_allocates_what_the_update_says() -> None:
+def test_bytes_of_an_elements_state() -> None:
     assert adamw_with("fp32", "fp32") is ADAMW and ADAMW.state_bytes(4) == 12 and ADAMW.state_bytes(8) == 24
     for name, sizes in (("bf16", (8, 12)), ("fp8", (6, 10))):
         both = adamw_with(name, name)
         assert (both.state_bytes(4), both.state_bytes(8)) == sizes
-    for words, size in (("", 12), ("--exp-avg-sq-dtype bf16", 10), (BOTH, 8), (BOTH.replace("bf16", "fp8"), 6)):
-        trainer = make_trainer(
-            tiny_config(f"--cpu-optimizer --cpu-optimizer-ratio 0.5 --offload-speculation on {words}")
-        )
-        offloaded = trainer.engine.table.length(Home.HOST)
-        assert trainer.host is not None and trainer.host.state_bytes == (size * offloaded, size * offloaded)
-        vectors = trainer.engine.optimizer.vectors.values()
-        assert sum(one.nbytes for one in vectors) == size * trainer.engine.table.length(Home.DEVICE)
-        trainer.close()
 
 
 # --- What Muon costs: figures known from elsewhere, and the memory of the run itself --------------------------------
@@ -151,19 +140,34 @@ def test_processes_that_share_matrices_share_their_products() -> None:
     assert copies == alone and 0.5 * alone < sharing < 0.8 * alone
 
 
-@pytest.mark.parametrize("ratio", [0, 0.3, 1])
-def test_states_take_what_the_run_gives_them(ratio: float) -> None:
-    offload = f"--no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio {ratio}" if ratio else ""
-    config = tiny_config(f"{MUON} {offload}")
+SPECULATING = "--cpu-optimizer --cpu-optimizer-ratio 0.5 --offload-speculation on"
+MUON_OFFLOADED = f"{MUON} --no-pipeline-parallel --cpu-optimizer --cpu-optimizer-ratio"
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"),
+    [
+        (SPECULATING, 12),
+        (f"{SPECULATING} --exp-avg-sq-dtype bf16", 10),
+        (SPECULATING + BOTH, 8),
+        (SPECULATING + BOTH.replace("bf16", "fp8"), 6),
+        (MUON, 12),
+        (f"{MUON_OFFLOADED} 0.3", 12),
+        (f"{MUON_OFFLOADED} 1", 12),
+    ],
+)
+def test_states_take_what_the_run_gives_them(flags: str, size: int) -> None:
+    """Of Muon's matrices, which are the groups from 2 on, there is one moment less."""
+    config = tiny_config(flags)
     trainer, job = make_trainer(config), Job(config, Mesh(), "cpu")
-    vectors = trainer.engine.optimizer.vectors
-    assert job.device_state_bytes(job.stages[0]) == sum(vector.nbytes for vector in vectors.values())
-    on_host = 0 if trainer.host is None else trainer.host.state_bytes[0]
-    assert job.host_state(job.stages[0]).num_bytes == on_host
-    whole = Job(tiny_config(offload), Mesh(), "cpu")
-    matrices = sum(one.length for one in trainer.engine.table.ranges(home=Home.DEVICE) if one.group >= 2)
-    saved = whole.device_state_bytes(whole.stages[0]) - job.device_state_bytes(job.stages[0])
-    assert saved == pytest.approx(4 * matrices, abs=4 * 64 * 20)
+    table, vectors = trainer.engine.table, trainer.engine.optimizer.vectors.values()
+    on_host = (0, 0) if trainer.host is None else trainer.host.state_bytes
+    states = sum(vector.nbytes for vector in vectors), on_host[0]
+    assert states == (job.device_state_bytes(job.stages[0]), job.host_state(job.stages[0]).num_bytes)
+    for home, found in zip((Home.DEVICE, Home.HOST), states, strict=True):
+        matrices = sum(one.length for one in table.ranges(home=home) if MUON in flags and one.group >= 2)
+        assert found == pytest.approx(size * table.length(home) - 4 * matrices, abs=4 * 64 * 20 if matrices else 0)
+    assert SPECULATING not in flags or on_host[1] == on_host[0]
     trainer.close()
 
 
@@ -201,9 +205,9 @@ def test_copies_that_a_machine_cannot_hold_do_not_fit() -> None:
     flags = "--preset 1.3B --bf16 --vocab-size 50257 --micro-batch-size 4 --global-batch-size 64 --world-size 4 "
     flags += "--zero-stage 1 --host-memory 40"
     assert plan(flags).fits
-    found, _ = make_planner(f"{flags} --mirror-interval 20".split())
-    assert not found.plan().fits and found.plan().host_need / GIB == pytest.approx(41.4, abs=0.1)
-    assert "need 41.41 GiB of host memory and it has 40.00 GiB" in found.plan().shortage()
+    found = plan(f"{flags} --mirror-interval 20")
+    assert not found.fits and found.host_need / GIB == pytest.approx(41.4, abs=0.1)
+    assert "need 41.41 GiB of host memory and it has 40.00 GiB" in found.shortage()
 
 
 def test_double_buffers_take_what_is_free_of_a_machine() -> None:

@@ -4,23 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from gptpar.cli import main as cli
-from gptpar.cli.plan import make_planner
 from gptpar.data.indexed import IndexedDatasetWriter
-from gptpar.engine.engine import Engine
 from gptpar.pipeline.schedules import simulate
-from gptpar.plan.job import Job
-from gptpar.plan.memory import stage_memory
 from gptpar.plan.report import plan_text
 from gptpar.plan.search import search
 from gptpar.plan.timing import rounds_idle, rounds_transferring
-from gptpar.run.gpt import make_engine, split_of
-from gptpar.topology.groups import make_topology
-from gptpar.topology.mesh import Mesh
-from tests.helpers import tiny_config
-from tests.unit.plan.plans import CALM, GIB, SMALL, plan, pretended_world
+from tests.unit.plan.plans import CALM, GIB, SMALL, block_bytes, plan, planner_of
 
 # --- measurements ---------------------------------------------------------------------------------------------------
 
@@ -108,11 +99,6 @@ def test_recomputation_and_offload_of_inputs() -> None:
     assert block_bytes(selective.job) == 12 * h + 16
 
 
-def block_bytes(job: Job, number: int = 0) -> float:
-    """Bytes that a block keeps of a token."""
-    return job.costs[job.blocks(job.stages[0])[number]].kept
-
-
 DOCUMENTS = "--reset-attention-mask --tokenizer-type NullTokenizer --data-path ids "
 
 
@@ -125,10 +111,8 @@ def test_attention_without_its_kernel_has_a_mask(flags: str, masks: tuple[int, i
     job = plan(SMALL + flags + "--window-size 8 --window-pattern SF --micro-batch-size 2").job
     plain = plan(SMALL + flags.partition("--reset")[0] + "--micro-batch-size 2").job
     assert tuple(block_bytes(job, number) - block_bytes(plain) for number in range(2)) == masks
-    assert (
-        plan(SMALL + "--window-size 8 --micro-batch-size 2").time.compute
-        < plan(SMALL + "--micro-batch-size 2").time.compute
-    )
+    times = [plan(f"{SMALL} {window} --micro-batch-size 2").time.compute for window in ("--window-size 8", "")]
+    assert times[0] < times[1]
 
 
 def test_documents_are_counted_by_their_lengths(tmp_path: Path) -> None:
@@ -136,11 +120,8 @@ def test_documents_are_counted_by_their_lengths(tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "ids", "uint16") as writer:
         writer.add_documents(np.ones(800, np.uint16), np.full(100, 8))
     flags = SMALL + "--micro-batch-size 2 " + DOCUMENTS
-    there, elsewhere, plain = (
-        plan(flags.replace("ids", str(tmp_path / "ids"))),
-        plan(flags),
-        plan(SMALL + "--micro-batch-size 2"),
-    )
+    here = flags.replace("ids", str(tmp_path / "ids"))
+    there, elsewhere, plain = (plan(words) for words in (here, flags, SMALL + "--micro-batch-size 2"))
     assert set(there.job.document_lengths or ()) == {8} and elsewhere.job.document_lengths is None
     (cost,) = {there.job.costs[number] for number in there.job.blocks(there.job.stages[0])}
     whole = plain.job.costs[plain.job.blocks(plain.job.stages[0])[0]]
@@ -150,46 +131,6 @@ def test_documents_are_counted_by_their_lengths(tmp_path: Path) -> None:
     assert there.time.compute < elsewhere.time.compute
     (row,) = (line for line in plan_text(there, []).splitlines() if line.startswith("  documents"))
     assert "8 tokens each" in row and "25 % of whole samples' pairs" in row
-
-
-def allocated(engine: Engine) -> tuple[int, int, int]:
-    """Bytes of live parameters, gradient sums, and optimizer state."""
-
-    def bytes_of(*groups: list[torch.Tensor]) -> int:
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for g in groups for t in g}
-        return sum(size for address, size in storages.items() if address)
-
-    engine.publish()  # ZeRO-3 releases what it has shown
-    optimizer = list(engine.optimizer.vectors.values())
-    masters = {optimizer[0].untyped_storage().data_ptr()}
-    live = [*engine.parameters.full.values(), *engine.parameters.shards.values()]
-    live = [t for t in live if t.untyped_storage().data_ptr() not in masters]
-    return bytes_of(live), bytes_of(engine.gradients.memory.tensors), bytes_of(optimizer)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "flags"),
-    [
-        (Mesh(), "--bf16"),
-        (Mesh(), "--bf16 --global-batch-size 4"),
-        (Mesh(), "--cpu-optimizer --cpu-optimizer-ratio 0"),
-        *((Mesh(data=2), f"--bf16 --zero-stage {stage}") for stage in range(4)),
-        (Mesh(2, 2, 2), "--bf16 --zero-stage 1 --sequence-parallel"),
-        (Mesh(2, 2, 2), "--zero-stage 3 --untie-embeddings-and-output-weights --swiglu"),
-        (Mesh(1, 1, 2), "--bf16 --num-virtual-stages-per-pipeline-rank 2 --pipeline-partition-method flops"),
-    ],
-)
-def test_states_are_what_the_run_allocates(mesh: Mesh, flags: str) -> None:
-    sizes = f"--tensor-model-parallel-size {mesh.tensor} --pipeline-model-parallel-size {mesh.pipeline}"
-    config = tiny_config(f"{flags} {sizes} --no-compile", mesh.world_size)
-    job = Job(config, mesh)
-    assert job.split == split_of(config, mesh)
-    for rank in range(mesh.world_size):
-        with pretended_world(rank, mesh.world_size):
-            topology = make_topology(mesh, rank, torch.device("cpu"))
-            memory = stage_memory(job, topology.stage)
-            found = allocated(make_engine(config, topology).engine)
-        assert found == (memory.parameters, memory.gradients, memory.optimizer)
 
 
 # --- time -----------------------------------------------------------------------------------------------------------
@@ -214,25 +155,24 @@ def test_out_of_memory_names_what_to_change(capsys: pytest.CaptureFixture[str]) 
     flags = CALM + "--preset 6.7B --micro-batch-size 4 --global-batch-size 64 --world-size 8"
     assert cli(["plan", *flags.split()]) == 1
     text = capsys.readouterr().out
-    assert (
-        f"OUT OF MEMORY: a process of stage 0 needs {plan(flags).need / GIB:.2f} GiB and a GPU has 79.10 GiB." in text
-    )
+    need = f"{plan(flags).need / GIB:.2f} GiB"
+    assert f"OUT OF MEMORY: a process of stage 0 needs {need} and a GPU has 79.10 GiB." in text
     (row,) = [line for line in text.splitlines() if line.startswith("  --zero-stage 2 ")]
-    assert plan(flags + " --zero-stage 2").fits and f"{plan(flags + ' --zero-stage 2').need / GIB:.2f} GiB" in row
+    smaller = plan(flags + " --zero-stage 2")
+    assert smaller.fits and f"{smaller.need / GIB:.2f} GiB" in row
     assert cli(["plan", *f"{flags} --gpu-memory 8".split()]) == 1
     assert "nothing that was tried is enough" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_search_takes_the_fastest_that_fits() -> None:
-    planner, _ = make_planner(
-        (CALM + "--preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 --search").split()
-    )
-    found = search(planner)
+    flags = f"{CALM} --preset 2.7B --zero-stage 1 --global-batch-size 64 --world-size 8 --gpu-memory 40"
+    found = search(planner_of(f"{flags} --search"))
     best = found.accepted[0]
     assert best.fits and all(p.fits and p.time.total >= best.time.total for p in found.accepted)
     assert found.tried == len(found.accepted) + sum(count for count, _ in found.refused.values())
     count, example = found.refused["does not fit into a GPU's memory"]
     assert count > 0 and "a GPU has 40.00 GiB" in example
-    again = plan(f"{CALM} --preset 2.7B --global-batch-size 64 --world-size 8 --gpu-memory 40 {best.flags()}")
+    assert "is not a multiple of --micro-batch-size" in found.refused["--global-batch-size does not allow it"][1]
+    again = plan(f"{flags} {best.flags()}")
     assert again.time.total == best.time.total and again.need == best.need

@@ -1,29 +1,16 @@
 """tools/draw_trace.py: what it reads out of a trace."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from gptpar.errors import GptparError
+from tools import draw_trace as tool
 from tools import trace_lanes as trace
 
-ROOT = Path(__file__).parents[3]
 START = 5_000_000.0  # microseconds: a trace's clock does not begin at 0
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_trace", ROOT / "tools/draw_trace.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["draw_trace"] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    return module
 
 
 def event(name: str, start: float, stop: float, category: str, ph: str = "X") -> dict[str, Any]:
@@ -59,7 +46,7 @@ def write(path: Path, events: list[dict[str, Any]]) -> Path:
     return path
 
 
-def test_a_step_is_divided_into_lanes(tool: ModuleType, tmp_path: Path) -> None:
+def test_a_step_is_divided_into_lanes(tmp_path: Path) -> None:
     timeline = trace.load_trace(write(tmp_path / "trace.json", hand_made()))
     assert timeline.steps == [(0, 10), (10, 20)]
     assert trace.NCCL not in timeline.lanes

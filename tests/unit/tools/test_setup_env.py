@@ -1,6 +1,5 @@
 """Set-up uses what is there, and touches no environment of the user's own; each obstacle is one sentence."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -8,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tools import setup_env
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,9 +84,6 @@ def test_a_venv_of_the_users_own_is_never_deleted(checkout):
 
 
 def test_the_projects_own_requirements_are_all_pinned():
-    spec = importlib.util.spec_from_file_location("setup_env", ROOT / "tools" / "setup_env.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     pinned = {line.split("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    names = {line.split(">=")[0] for line in module.requirements("dev", everything=True)}
+    names = {line.split(">=")[0] for line in setup_env.requirements("dev", everything=True)}
     assert {"torch", "pytest", "ruff", "transformers", "setuptools"} <= names <= pinned

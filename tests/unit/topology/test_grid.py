@@ -28,40 +28,27 @@ from gptpar.topology.world import environment_problems
 LAYOUTS = [Mesh(), Mesh(3, 4, 1), Mesh(1, 2, 5), Mesh(6, 2, 2, expert=2), Mesh(4, 1, 2, expert=2, context=4)]
 
 
-def place_of(mesh: Mesh, rank: int) -> dict[str, int]:
-    return {axis: mesh.position(rank, axis) for axis in ROWS}
-
-
 @pytest.mark.parametrize("mesh", LAYOUTS)
-def test_positions_and_ranks_are_inverse(mesh: Mesh) -> None:
-    seen = [place_of(mesh, rank) for rank in range(mesh.world_size)]
-    assert len({tuple(place.values()) for place in seen}) == mesh.world_size
+def test_groups_of_axes_partition_the_ranks(mesh: Mesh) -> None:
+    """And ranks are the inverse of their positions."""
+    seen = [{axis: mesh.position(rank, axis) for axis in ROWS} for rank in range(mesh.world_size)]
     assert [mesh.rank(**place) for place in seen] == list(range(mesh.world_size))
+    several: list[tuple[str, ...]] = [(DATA, TENSOR), (EXPERT, PIPELINE), ()]
+    for axes in [*((axis,) for axis in (*ROWS, DATA, CONTEXT, EXPERT, EXPERT_DATA)), *several]:
+        groups = mesh.groups(*axes)
+        assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
+        for group in groups:
+            assert len(group) == math.prod(map(mesh.size, axes)) and group == sorted(group)
+            others = [[seen[rank][axis] for axis in ROWS if axis not in rows_of(axes)] for rank in group]
+            assert all(other == others[0] for other in others)
+            if len(axes) == 1:
+                assert [mesh.position(rank, axes[0]) for rank in group] == list(range(mesh.size(*axes)))
 
 
 def test_tensor_axis_is_fastest_then_data_then_pipeline() -> None:
     mesh = Mesh(data=2, tensor=2, pipeline=2)
     neighbours = [[mesh.position(rank, axis) for axis in (DATA, TENSOR, PIPELINE)] for rank in (0, 1, 2, 4)]
-    assert list(map(tuple, neighbours)) == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1)]
-
-
-@pytest.mark.parametrize("mesh", LAYOUTS)
-def test_groups_of_axes_partition_the_ranks(mesh: Mesh) -> None:
-    several: list[tuple[str, ...]] = [(DATA, TENSOR), (EXPERT, PIPELINE), ()]
-    for axes in [*((axis,) for axis in (*ROWS, DATA, CONTEXT, EXPERT, EXPERT_DATA)), *several]:
-        check_groups(mesh, axes)
-
-
-def check_groups(mesh: Mesh, axes: tuple[str, ...]) -> None:
-    groups = mesh.groups(*axes)
-    assert sorted(rank for group in groups for rank in group) == list(range(mesh.world_size))
-    for group in groups:
-        assert len(group) == math.prod(map(mesh.size, axes))
-        assert group == sorted(group)
-        others = [{axis: mesh.position(rank, axis) for axis in set(ROWS) - set(rows_of(axes))} for rank in group]
-        assert all(other == others[0] for other in others)
-    if len(axes) == 1:
-        assert [[mesh.position(r, axes[0]) for r in g] for g in groups] == [list(range(mesh.size(*axes)))] * len(groups)
+    assert neighbours == [[0, 0, 0], [0, 1, 0], [1, 0, 0], [0, 0, 1]]
 
 
 def test_the_expert_axis_is_folded_over_context_and_data() -> None:

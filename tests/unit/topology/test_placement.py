@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from gptpar.model.gpt import gpt_model
-from gptpar.model.layer_spec import LayerSpec
 from gptpar.pipeline.stage import Stage
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.topology.initial_values import Constant
@@ -17,19 +16,6 @@ from tests.helpers import tiny_config
 
 OVER_TENSOR = frozenset({"tensor"})
 COMPLETE = ParameterSpec(Constant(1.0), REPLICATED)
-
-
-class Scale(nn.Module):
-    """A layer with a weight inside a module of its own."""
-
-    def __init__(self, declared: dict[str, ParameterSpec] | None) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.weight = nn.Parameter(torch.ones(3))
-        self.inner.declared = {"unused": COMPLETE} if declared is None else declared
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.inner.weight
 
 
 @pytest.mark.parametrize(
@@ -43,10 +29,11 @@ class Scale(nn.Module):
 def test_a_layer_that_declares_too_little_is_refused_with_what_to_write(
     declared: ParameterSpec | None, missing: str
 ) -> None:
-    stage = Stage([LayerSpec(Scale, None if declared is None else {"weight": declared}, name="layers.3")])
+    layer = nn.Sequential(nn.Linear(2, 3, bias=False))
+    layer[0].declared = {"unused": COMPLETE} if declared is None else {"weight": declared}
     with pytest.raises(TypeError) as caught:
-        stage.infos()
-    assert "layer 'layers.3': Module does not declare its parameter 'inner.weight'" in str(caught.value)
+        declared_by(layer, "layers.3")
+    assert "layer 'layers.3': Linear does not declare its parameter '0.weight'" in str(caught.value)
     assert missing in str(caught.value)
 
 

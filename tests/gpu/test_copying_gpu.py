@@ -12,7 +12,7 @@ from gptpar.run import auto_offload
 from gptpar.run.auto_offload import with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from tests.gpu.offloaded_training import Slow, run
+from tests.gpu.offloaded_training import Slow, assert_same_bits, run
 from tests.helpers import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -37,8 +37,7 @@ def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: p
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
     assert any(norm > 1.75 for _, norm, _ in stay[0]) and any(norm < 1.75 for _, norm, _ in stay[0])
-    assert stay[0] == leave[0]
-    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+    assert_same_bits(leave, stay)
 
 
 @pytest.mark.parametrize("speculation", ["on", "off"])
@@ -67,8 +66,7 @@ def test_sums_on_the_host_are_those_of_the_gpu(
 def test_a_recorded_step_computes_the_same() -> None:
     words = f"--bf16 --clip-grad 1.75 {ALL} {ONE} --offload-gradients"
     recorded, leave = run(f"{words} off --cuda-graph on", micro_batches=1), run(f"{words} on", micro_batches=1)
-    assert recorded[0] == leave[0]
-    assert all(torch.equal(leave[1][name], values) for name, values in recorded[1].items())
+    assert_same_bits(leave, recorded)
 
 
 def test_overflows_are_skipped_alike() -> None:

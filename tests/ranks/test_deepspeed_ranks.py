@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import gptpar.deepspeed as deepspeed
 from gptpar.errors import ConfigError, GptparError
 from tests.spawn import spawn
+from tests.unit.deepspeed.engines import test_monitor
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
 SIZES = [(8, 32), (32, 32), (32, 4)]
@@ -178,13 +180,34 @@ def without_an_optimizer(rank: int) -> None:
             verb()
 
 
-def every_program(rank: int) -> None:
+def a_curve_of_the_mean_of_all_losses(rank: int, folder: Path) -> None:
+    """Over micro-batches and processes, written by the first one."""
+    engine = test_monitor.make(zero_optimization={"stage": 1}, **test_monitor.monitors(folder))
+    losses = []
+    for seed in (1, 2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + rank))
+        for _ in range(2):
+            loss = engine(x).square().mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    engine.close()
+    everyones = [losses, losses]
+    torch.distributed.all_gather_object(everyones, losses)
+    curve = test_monitor.csv_of(folder, test_monitor.LOSS)
+    assert [samples for samples, _ in curve] == [12, 24]
+    means = [sum(sum(of_process[at : at + 2]) for of_process in everyones) / 4 for at in (0, 2)]
+    assert [loss for _, loss in curve] == pytest.approx(means, rel=1e-6)
+
+
+def every_program(rank: int, folder: Path) -> None:
     a_stage_that_begins_in_place(rank)
     evaluations_of_a_pipeline(rank)
     a_grid_and_its_groups(rank)
     zero3_under_init(rank)
     without_an_optimizer(rank)
+    a_curve_of_the_mean_of_all_losses(rank, folder)
 
 
-def test_programs_with_deepspeeds_names_have_plain_numbers() -> None:
-    spawn(every_program, 2)
+def test_programs_with_deepspeeds_names_have_plain_numbers(tmp_path: Path) -> None:
+    spawn(every_program, 2, tmp_path)

@@ -24,15 +24,21 @@ SLEEP = 1_000_000_000
 """Cycles of a GPU: about half a second."""
 
 
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the device time to write where it should not; and buckets are small."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
+
+
+@pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile"])
 def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some steps are clipped; a slow CPU leaves the device time to write where it should not."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
+    """Some steps are clipped."""
     monkeypatch.setattr(copying_transfers, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     words = f"{dtype} --clip-grad 1.75 --cpu-optimizer --cpu-optimizer-ratio {ratio} {ONE} --cuda-graph off"
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
@@ -40,6 +46,7 @@ def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: p
     assert_same_bits(leave, stay)
 
 
+@pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile", "--fp16 --no-compile --initial-loss-scale 1e7"])
@@ -47,9 +54,6 @@ def test_sums_on_the_host_are_those_of_the_gpu(
     dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without clipping no bit changes but the norm's last ones; memory of gradients is used again at once."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     if ratio != "1":
         monkeypatch.setattr(gpu_transfers, "RING_BYTES", 1)  # three slots
     words = f"{dtype} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio} --micro-batch-size 1 --cuda-graph off"

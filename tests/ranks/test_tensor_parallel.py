@@ -169,8 +169,7 @@ def assert_equal(got: Result, wanted: Result, what: object) -> None:
 NAMES = {
     2: [*MODELS, *OPTIONS, *DROPOUTS],
     3: list(UNEVEN),
-    4: ["gpt2", "head norms", "documents", "rotary documents", "norm of all heads"]
-    + ["capped logits, z-loss", "ranks of padding alone"],
+    4: ["gpt2", "documents", "norm of all heads", "capped logits, z-loss", "ranks of padding alone"],
 }
 
 

@@ -1,5 +1,6 @@
 """Documents and windows on a GPU: flash attention of variable length computes what a mask in fp64 says."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, product
 
@@ -71,6 +72,23 @@ def seeds() -> LayerSeeds:
     return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
 
 
+def assert_ranks_have_their_part(
+    attend: Callable[[list[torch.Tensor], int], list[torch.Tensor]],
+    parts: list[torch.Tensor],
+    whole: list[torch.Tensor],
+    tolerance: float = TOLERANCE,
+) -> None:
+    """Two and four ranks, of which each attends with its heads, from its first group on."""
+    for size in (2, 4):
+        of_ranks = []
+        for rank in range(size):
+            share = [part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts]
+            of_ranks.append(attend(share, rank * GROUPS // size))
+        for found, wanted in zip(zip(*of_ranks, strict=True), whole, strict=True):
+            error = tolerance * wanted.abs().max().item()
+            torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=0, atol=error)
+
+
 @pytest.mark.parametrize("window", [None, 37])
 def test_dropout_inside_documents_belongs_to_groups(window: int | None) -> None:
     """Ranks with a part of the groups have their masks; and next to no dropout is none."""
@@ -82,14 +100,7 @@ def test_dropout_inside_documents_belongs_to_groups(window: int | None) -> None:
 
     whole, again = attend(parts, 0.3), attend(parts, 0.3)
     assert torch.equal(whole[0], again[0])
-    for size in (2, 4):
-        of_ranks = [
-            attend([part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts], 0.3, rank * GROUPS // size)
-            for rank in range(size)
-        ]
-        for found, wanted in zip(zip(*of_ranks, strict=True), whole, strict=True):
-            error = TOLERANCE * wanted.abs().max().item()
-            torch.testing.assert_close(torch.cat(found, 1), wanted, rtol=0, atol=error)
+    assert_ranks_have_their_part(lambda share, first: attend(share, 0.3, first), parts, whole)
     for got, wanted in zip(attend(parts, 1e-9), by_mask(parts, cu_seqlens, window), strict=True):
         torch.testing.assert_close(got.double(), wanted, rtol=TOLERANCE, atol=TOLERANCE)
     assert not torch.allclose(whole[0], attend(parts, 1e-9)[0], atol=0.1)

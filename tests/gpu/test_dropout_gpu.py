@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, attention_with_dropout, document_mask
 from gptpar.model.dropout import EMBEDDINGS, kept
-from tests.gpu.test_documents_gpu import BATCH, DEVICE, GROUPS, inputs, seeds
+from tests.gpu.test_documents_gpu import BATCH, DEVICE, GROUPS, assert_ranks_have_their_part, inputs, seeds
 from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
@@ -46,14 +46,7 @@ def test_a_rank_with_some_heads_has_their_masks(dtype: torch.dtype, queries: int
     parts = inputs(queries, WIDTH, LENGTH, dtype)
     whole, again = attend(parts, 0.3, 0, mask), attend(parts, 0.3, 0, mask)
     assert torch.equal(whole[0], again[0])
-    for size in (2, 4):
-        ranks = []
-        for rank in range(size):
-            share = [part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts]
-            ranks.append(attend(share, 0.3, rank * GROUPS // size, mask))
-        for of_ranks, wanted in zip(zip(*ranks, strict=True), whole, strict=True):
-            got, error = torch.cat(of_ranks, 1), TOLERANCE[dtype] * wanted.abs().max().item()
-            torch.testing.assert_close(got, wanted, rtol=0, atol=error)
+    assert_ranks_have_their_part(lambda share, first: attend(share, 0.3, first, mask), parts, whole, TOLERANCE[dtype])
     assert not torch.allclose(whole[0], attend(parts, 1e-9, 0, mask)[0], atol=0.1)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gptpar.checkpoint import latest, read_tensors
 from gptpar.cli import main
-from tests.e2e.commands import ENVIRONMENT, ROOT, ended_fork, words
+from tests.e2e.commands import ENVIRONMENT, ROOT, ended_fork, losses, words
 
 # Python imports it before anything else, in the launcher's template and in workers. The faults follow as a function's
 # body that sees the iteration just launched, the number of the restart, the rank, and the folder in memory.
@@ -54,9 +54,7 @@ class Finished:
 
     def losses(self) -> list[float]:
         """Of each iteration; no iteration twice."""
-        lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        assert [line["iteration"] for line in lines] == list(range(1, len(lines) + 1))
-        return [line["lm_loss"] for line in lines]
+        return losses(self.folder)
 
     def restarts(self) -> list[int]:
         """Of each iteration: how often the workers had been started again before it was taken."""

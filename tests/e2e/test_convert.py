@@ -36,12 +36,3 @@ def test_a_run_that_changes_nothing_gives_the_files_that_it_began_with(layout: s
     assert not (run / "hf/iter_0000001").exists()
     said_by(f"convert {run} {tmp_path / 'out'}".split())
     assert contents(tmp_path / "out") == contents(theirs)
-
-
-def test_flags_that_contradict_the_folder_are_told_at_once(tmp_path: Path) -> None:
-    save_theirs(tmp_path / "theirs", "Qwen3")
-    words = f"pretrain --load-hf {tmp_path / 'theirs'} --hidden-size 64 --swiglu --num-layers 5 {RUN}"
-    told = said_by(words.split(), expect=1)
-    assert "--hidden-size is 64, and the model of --load-hf has 32" in told
-    assert "--num-layers is 5, and the model of --load-hf has 3" in told
-    assert "--swiglu" not in told

@@ -139,8 +139,11 @@ def plain_steps(model: torch.nn.Module, script: Script, grown: int) -> Iterator[
         yield loss.item(), rate
 
 
-@pytest.mark.parametrize("nproc", [1, 2])
-@pytest.mark.parametrize("script", [TWIN_FLOW, TEN_BILLION], ids=["twin_flow", "ten_billion"])
+@pytest.mark.parametrize(
+    ("script", "nproc"),
+    [(TWIN_FLOW, 1), (TWIN_FLOW, 2), (TEN_BILLION, 2)],
+    ids=["twin_flow", "twin_flow by two", "ten_billion by two"],
+)
 def test_scripts_of_deepspeeds_tutorials_follow_plain_torch(
     script: Script, nproc: int, start: Path, tmp_path: Path
 ) -> None:
@@ -149,14 +152,15 @@ def test_scripts_of_deepspeeds_tutorials_follow_plain_torch(
     program = ["launch", "--num_gpus", str(nproc), "pretrain_gpt.py", *f"{SMALL} {script.flags}".split()]
     folders = ["--load-hf", str(start), "--save", str(run), "--load", str(run)]
     said_by([*program, *folders, "--deepspeed", "--deepspeed_config", str(config)], folder=ROOT / "examples")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [(line["lm_loss"], line["learning_rate"]) for line in lines if "lm_loss" in line]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "lm_loss" in line]
+    steps = [(line["lm_loss"], line["learning_rate"]) for line in lines]
 
     model = read(start)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     plain = list(plain_steps(model, script, nproc if script.grows else 1))
     assert [rate for _, rate in steps] == pytest.approx([rate for _, rate in plain], rel=1e-12)
     assert [loss for loss, _ in steps] == pytest.approx([loss for loss, _ in plain], rel=0, abs=1e-6 * plain[0][0])
+    assert lines[-1]["consumed_tokens"] == LENGTH * sum(line["global_batch_size"] for line in lines)
     gptpar(f"{run} {exported} --no-tokenizer", "convert")
     for first, wanted, got in zip(before, model.parameters(), read(exported).parameters(), strict=True):
         assert (wanted - first).abs().max() > 1e-4

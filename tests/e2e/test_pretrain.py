@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -66,19 +65,24 @@ def test_a_signal_to_one_of_two_workers_stops_both(tmp_path: Path) -> None:
     assert load_meta(tmp_path)["progress"]["iteration"] >= 5
 
 
-def test_moments_that_were_not_saved_are_missed_in_one_sentence(tmp_path: Path) -> None:
-    gptpar(f"--train-iters 2 --no-save-optim --save {tmp_path}")
-    folder = f"--save {tmp_path} --load {tmp_path} --train-iters 4 --override-opt-param-scheduler"
-    output = gptpar(folder, expect=1)
-    assert "saved without the optimizer's moments: add --no-load-optim" in output and len(output.splitlines()[-1]) < 200
-    gptpar(f"{folder} --no-load-optim")
+def test_what_stands_against_going_on_is_told_in_sentences(tmp_path: Path) -> None:
+    """A run without moments: the folder is taken, tokenizer and schedule are others, moments are missed."""
+    begun = f"--train-iters 2 --no-save-optim --save {tmp_path}"
+    gptpar(begun)
+    assert "already holds checkpoints (newest: iteration 2)" in gptpar(begun, expect=1)
+    longer = f"--save {tmp_path} --load {tmp_path} --train-iters 4"
+    output = gptpar(f"{longer} --vocab-size 61", expect=1)
+    for told in (
+        "another tokenizer (vocab_size 60 there, 61 here)",
+        "decay 4 there, 8 here",
+        "--override-opt-param-scheduler",
+        "saved without the optimizer's moments: add --no-load-optim",
+    ):
+        assert told in output
+    gptpar(f"{longer} --override-opt-param-scheduler --no-load-optim")
     assert len(losses(tmp_path)) == 4
-
-
-def test_skip_train_evaluates_a_checkpoint(tmp_path: Path) -> None:
-    gptpar(f"--train-iters 2 --eval-iters 3 --eval-interval 1 --save {tmp_path}")
-    words = TINY.replace("--train-iters 20 --lr 1e-2", "").replace("--eval-iters 0", "--eval-iters 3")
-    output = said_by(["pretrain", *words.split(), "--skip-train", "--load", str(tmp_path)])
+    evaluated = TINY.replace("--train-iters 20 --lr 1e-2", "").replace("--eval-iters 0", "--eval-iters 3")
+    output = said_by(["pretrain", *evaluated.split(), "--skip-train", "--load", str(tmp_path)])
     assert "on test set | lm loss value: " in output
 
 
@@ -100,49 +104,16 @@ def test_a_run_that_has_diverged_stops(tmp_path: Path) -> None:
 
 
 def test_every_problem_is_told_at_once() -> None:
-    start = time.monotonic()
-    output = gptpar(
-        "--hidden-size 30 --bf16 --fp16 --num-layer 3 --save-interval-minutes 5 --data-path nowhere/x "
-        "--lr-decay-style cosin",
-        expect=1,
-    )
+    output = gptpar("--hidden-size 30 --num-layer 3 --save-interval-minutes 5 --data-path nowhere/x", expect=1)
     for expected in (
         "unknown flag --num-layer; did you mean --num-layers?",
-        "--lr-decay-style cosin: unknown",
         "--hidden-size 30 is not divisible by --num-attention-heads 4: use 28 or 32",
-        "--fp16 and --bf16 exclude each other",
         "--save-interval-minutes is given but --save is not",
         "nowhere/x.bin and nowhere/x.idx not found",
         "data is given twice",
     ):
         assert expected in output
-    assert "has 7 problems" in output and "Traceback" not in output
-    assert time.monotonic() - start < 60
-
-
-def test_a_foreign_save_folder_is_refused_before_training(tmp_path: Path) -> None:
-    gptpar(f"--train-iters 1 --save {tmp_path}")
-    output = gptpar(f"--train-iters 1 --save {tmp_path}", expect=1)
-    assert "already holds checkpoints (newest: iteration 1)" in output
-    output = gptpar(f"--train-iters 9 --save {tmp_path} --load {tmp_path}", expect=1)
-    assert "decay 2 there, 18 here" in output and "--override-opt-param-scheduler" in output
-    gptpar(f"--train-iters 3 --save {tmp_path} --load {tmp_path} --override-opt-param-scheduler")
-    assert len(losses(tmp_path)) == 3
-    output = gptpar(f"--vocab-size 61 --train-iters 3 --save {tmp_path} --load {tmp_path}", expect=1)
-    assert "another tokenizer (vocab_size 60 there, 61 here)" in output
-
-
-def test_batch_ramp_up_in_a_run_counted_in_tokens(tmp_path: Path) -> None:
-    flags = " ".join(TINY.replace("--train-iters 20", "--train-tokens 960").split())  # 60 samples
-    words = f"{flags} --global-batch-size 8 --rampup-batch-size 2 2 24 --lr-warmup-tokens 160 --save {tmp_path}"
-    said_by(["pretrain", *words.split()])
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    # 8 samples of ramp for each of 2, 4 and 6; then 8 until fewer than 8 samples are left.
-    assert [line["global_batch_size"] for line in lines] == [2, 2, 2, 2, 4, 4, 6, 6, 8, 8, 8, 8]
-    assert [line["learning_rate"] for line in lines[:6]] == pytest.approx(
-        [0.0, 1e-2 * 0.2, 1e-2 * 0.4, 1e-2 * 0.6, 1e-2 * 0.8, 1e-2 * (1 - (192 - 160) / (960 - 160))]
-    )
-    assert lines[-1]["consumed_tokens"] == 16 * sum(line["global_batch_size"] for line in lines)
+    assert "has 5 problems" in output and "Traceback" not in output
 
 
 def test_an_interrupted_benchmark_says_that_there_is_no_result() -> None:

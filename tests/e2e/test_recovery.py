@@ -1,10 +1,10 @@
 """Workers die in every way there is: the run goes on by itself, and its numbers are those of an undisturbed one."""
 
 import json
+import os
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +13,7 @@ import pytest
 from gptpar.checkpoint import load_meta
 from gptpar.cli.launch.memory import KEPT, OWNER, PREFIX
 from gptpar.system.processes import Process
-from tests.e2e.commands import command, said_by
+from tests.e2e.commands import Started, said_by, words
 from tests.e2e.recovery_runs import environment_with, run
 
 MEMORY = Path("/dev/shm")
@@ -64,10 +64,8 @@ def test_a_run_that_met_every_fault_is_the_undisturbed_one(tmp_path: Path, layou
     loaded = re.findall(r"loaded (\S+)/iter_\d+ \(iteration (\d+)\)", done.said)
     assert [int(iteration) for _, iteration in loaded] == [3, 6, 9, 12, 16]
     assert [Path(folder).parent == MEMORY for folder, _ in loaded] == [True, True, True, True, False]
-    assert (
-        len(re.findall(r"restart \d of 8 took .* \(noticed .*, ended .*, started .*, built .*, loaded .*\)", done.said))
-        == 5
-    )
+    took = r"restart \d of 8 took .* \(noticed .*, ended .*, started .*, built .*, loaded .*\)"
+    assert len(re.findall(took, done.said)) == 5
     assert done.losses() == undisturbed.losses() and done.state() == undisturbed.state()
     assert done.restarts() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3 + [5] * 4 + [6] * 8
 
@@ -86,19 +84,12 @@ if place == "load" and restart == 1:
 def test_a_request_to_stop_during_a_restart_saves_what_was_in_memory(tmp_path: Path) -> None:
     flags = "--nproc-per-node 2 --train-iters 100000 --lr-decay-style constant --max-restarts 1 --mirror-interval 3"
     flags += " --no-async-save"  # the copy of iteration 6 is whole at the death
-    process = subprocess.Popen(
-        command(f"{flags} --save {tmp_path}/run"),
-        env=environment_with(ENDS, tmp_path / "site"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert process.stdout is not None
+    process = Started(words(f"{flags} --save {tmp_path}/run"), environment_with(ENDS, tmp_path / "site"))
     seen = []
     for line in process.stdout:
         seen.append(line)
         if "LOADING" in line:
-            process.send_signal(signal.SIGTERM)
+            os.kill(process.pid, signal.SIGTERM)
             break
     seen += process.stdout.readlines()
     assert process.wait(timeout=60) == 143, "".join(seen)
@@ -139,8 +130,8 @@ def test_any_module_goes_on_through_the_launcher(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     states = []
     for how, restarts in (("killed", 2), ("undisturbed", 0)):
-        words = f"launch --standalone --nproc-per-node 2 --max-restarts 3 {script} {tmp_path / how} {how}"
-        said = said_by(words.split())
+        given = f"launch --standalone --nproc-per-node 2 --max-restarts 3 {script} {tmp_path / how} {how}"
+        said = said_by(given.split())
         assert said.count("restart ") == restarts, said
         path = tmp_path / how / "iter_0000012"
         states.append({file.name: file.read_bytes() for file in path.glob("*.bin")})

@@ -18,12 +18,11 @@ from tests.helpers import random_tokens, tiny_config
 
 STEPS = 12
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
+Result = tuple[list[list[float]], dict[str, torch.Tensor], Trainer]
+"""(loss, norm, skipped) of each step, and the final weights by name."""
 
 
-def run(
-    flags: str, steps: int = STEPS, micro_batches: int = 2
-) -> tuple[list[list[float]], dict[str, torch.Tensor], Trainer]:
-    """(loss, norm, skipped) of each step, and the final weights by name."""
+def run(flags: str, steps: int = STEPS, micro_batches: int = 2) -> Result:
     config = tiny_config(f"--hidden-size 128 --global-batch-size 4 --lr-warmup-iters 3 {flags}")
     topology = Topology(Mesh(), 0, torch.device("cuda", 0))
     trainer = Trainer(config, topology, make_schedule(config, BatchPlan.of(config.batch).train_samples))
@@ -48,6 +47,12 @@ def run(
         whole[name] = full
     trainer.close()
     return seen, whole, trainer
+
+
+def assert_same_bits(found: Result, wanted: Result) -> None:
+    """What two runs read in each step, and their final weights."""
+    assert found[0] == wanted[0]
+    assert all(torch.equal(found[1][name], values) for name, values in wanted[1].items())
 
 
 class Slow(CpuAdam):

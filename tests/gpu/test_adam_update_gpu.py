@@ -12,7 +12,7 @@ from gptpar.optim.elementwise import DeviceKernel, UpdateVectors, clipped_diviso
 from gptpar.optim.group_ranges import ALIGNMENT
 from gptpar.optim.rounded_states import KEPT_IN, in_formats
 from gptpar.optim.torch_kernels import TorchDeviceKernel
-from tests.gpu.offloaded_training import OFFLOAD, run
+from tests.gpu.offloaded_training import OFFLOAD, assert_same_bits, run
 from tests.unit.optim.update_cases import FORMATS, HOW, STEPS, cases, numbers_on_device, same, update
 
 pytestmark = pytest.mark.gpu
@@ -114,5 +114,4 @@ def test_no_ratio_changes_a_bit_of_training(dtype: str, micro_batches: int) -> N
     first, *others = (run(f"{words} {ratio}", 20, micro_batches) for ratio in ("0", "0.3", "0.731", "1"))
     assert any(norm > 1.75 for _, norm, _ in first[0]) and any(norm < 1.75 for _, norm, _ in first[0])
     for other in others:
-        assert other[0] == first[0]
-        assert all(torch.equal(other[1][name], first[1][name]) for name in first[1])
+        assert_same_bits(other, first)

@@ -85,6 +85,11 @@ def batches(length: int = LENGTH) -> Iterator[dict[str, torch.Tensor]]:
         yield {"input_ids": torch.randint(0, VOCABULARY, (4, length), generator=generator)}
 
 
+def weights_of(engine: ModuleEngine) -> dict[str, torch.Tensor]:
+    with engine.gathered():
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
 def train(engine: ModuleEngine, between: bool = False) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """(losses and norms, final weights); ``between``: a step of another length amid the others."""
     torch.manual_seed(1)
@@ -93,8 +98,7 @@ def train(engine: ModuleEngine, between: bool = False) -> tuple[list[tuple[float
         loss = engine.train_batch(other if between and step in (6, 7) else data)
         assert loss.is_cuda
         seen.append((loss, engine.get_global_grad_norm()))
-    with engine.gathered():
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.close()
     return [(float(loss), norm) for loss, norm in seen], weights
 
@@ -162,24 +166,19 @@ def test_what_waits_for_the_device_is_launched(ratio: float) -> None:
 
 def steps_one_by_one(engine: ModuleEngine, observes: bool) -> dict[str, torch.Tensor]:
     """Final weights; an observer compares the weights before each backward pass with those before the step."""
-
-    def weights() -> dict[str, torch.Tensor]:
-        with engine.gathered():
-            return {name: value.clone() for name, value in engine.module.state_dict().items()}
-
     log = EventLog()
     if engine.host is not None:
         engine.host.shared.log = log
     data = batches()
     for step in range(STEPS):
-        before = weights() if observes else {}
+        before = weights_of(engine) if observes else {}
         engine.backward(engine(next(data)["input_ids"].cuda())["loss"])
         if step % 2:
             time.sleep(0.02)  # else the CPU is still at work
-        between = weights() if observes else {}
+        between = weights_of(engine) if observes else {}
         assert [name for name, value in before.items() if not torch.equal(between[name], value)] == []
         engine.step()
-    final = weights()
+    final = weights_of(engine)
     if engine.host is not None and observes:
         assert log.of(What.TAKEN_BACK), "the observer never met a step at work"
     elif engine.host is not None:
@@ -219,8 +218,7 @@ def one_of_two(engine: ModuleEngine) -> dict[str, torch.Tensor]:
             engine.set_gradient_accumulation_boundary(last)
             engine.backward(engine(next(data)["input_ids"].cuda())["loss"])
         engine.step()
-    with engine.gathered():
-        weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    weights = weights_of(engine)
     engine.close()
     return weights
 

@@ -3,8 +3,18 @@
 import pytest
 import torch
 
-from gptpar.model.core_attention import AttentionRule, core_attention, document_mask
-from tests.gpu.test_documents_gpu import BATCH, DEVICE, DOCUMENTS, GROUPS, LENGTH, TOLERANCE, cu_seqlens_of, inputs
+from gptpar.model.core_attention import AttentionRule, core_attention
+from tests.gpu.test_documents_gpu import (
+    BATCH,
+    DEVICE,
+    DOCUMENTS,
+    GROUPS,
+    LENGTH,
+    TOLERANCE,
+    cu_seqlens_of,
+    inputs,
+    masked_scores,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -14,12 +24,11 @@ def with_gradients(y: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Ten
     return [y.detach(), *torch.autograd.grad(y, parts, weights)]
 
 
-def by_definition(parts: list[torch.Tensor], cu_seqlens: torch.Tensor, window: int | None) -> list[torch.Tensor]:
+def by_definition(parts: list[torch.Tensor], cu_seqlens: torch.Tensor | None, window: int | None) -> list[torch.Tensor]:
     wide = [part.detach().double().requires_grad_() for part in parts]
-    q, k, v, sinks_H = wide
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    mask = document_mask(cu_seqlens, BATCH, LENGTH, window)
-    scores = (q @ k.mT * 0.2).masked_fill(~mask, float("-inf"))
+    q, _, v, sinks_H = wide
+    v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    scores = masked_scores(wide, cu_seqlens, window)
     column = sinks_H[None, :, None, None].expand(BATCH, -1, LENGTH, 1)
     return with_gradients(torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v, wide)
 
@@ -38,7 +47,6 @@ def test_sinks_take_part_in_the_softmax(
     cu_seqlens = None if documents is None else cu_seqlens_of(documents)
     attention = torch.compile(core_attention) if compiled else core_attention
     found = with_gradients(attention(*parts[:3], AttentionRule(cu_seqlens, None, window, 0.2, sinks_H)), parts)
-    wanted = by_definition(parts, cu_seqlens_of(documents or "whole samples"), window)
-    for got, one in zip(found, wanted, strict=True):
+    for got, one in zip(found, by_definition(parts, cu_seqlens, window), strict=True):
         limit = TOLERANCE * max(1.0, one.abs().max().item())
         torch.testing.assert_close(got.double(), one, rtol=TOLERANCE, atol=limit)

@@ -11,15 +11,12 @@ import torch
 from gptpar.config.sections import parallel
 from gptpar.context_parallel import attend_by_gathering
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
-from gptpar.model.dropout import LayerSeeds, seed_fields, seeds_field
+from tests.gpu.test_documents_gpu import DEVICE, TOLERANCE, seeds
 from tests.one_by_one import OneByOne
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
 HEADS, GROUPS, LENGTH, WIDTH = 8, 4, 256, 64
-TOLERANCE = 2e-2
-"""Of numbers of about 1, whose bf16 copies differ from them by up to 2^-8."""
 
 
 def inputs(batch: int, dtype: torch.dtype = torch.bfloat16, length: int = LENGTH) -> list[torch.Tensor]:
@@ -32,10 +29,6 @@ def documents(batch: int) -> torch.Tensor:
     """Of one token, across the borders of chunks, and as long as a sample."""
     starts = [0, 1, 50, 90, 130, 200, *range(LENGTH, batch * LENGTH, LENGTH)]
     return torch.tensor(starts + [batch * LENGTH] * (17 - len(starts)), dtype=torch.int32, device=DEVICE)
-
-
-def seeds() -> LayerSeeds:
-    return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
 
 
 def by_ranks(

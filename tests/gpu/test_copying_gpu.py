@@ -12,7 +12,7 @@ from gptpar.run import auto_offload
 from gptpar.run.auto_offload import with_gradients
 from gptpar.topology.groups import Topology
 from gptpar.topology.mesh import Mesh
-from tests.gpu.offloaded_training import Slow, run
+from tests.gpu.offloaded_training import Slow, assert_same_bits, run
 from tests.helpers import tiny_config
 
 pytestmark = pytest.mark.gpu
@@ -24,23 +24,29 @@ SLEEP = 1_000_000_000
 """Cycles of a GPU: about half a second."""
 
 
+@pytest.fixture
+def slow_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the device time to write where it should not; and buckets are small."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
+    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
+
+
+@pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile"])
 def test_no_bit_changes(dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some steps are clipped; a slow CPU leaves the device time to write where it should not."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
+    """Some steps are clipped."""
     monkeypatch.setattr(copying_transfers, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     words = f"{dtype} --clip-grad 1.75 --cpu-optimizer --cpu-optimizer-ratio {ratio} {ONE} --cuda-graph off"
     words += f" --offload-speculation {speculation} --offload-gradients"
     stay, leave = (run(f"{words} {word}", micro_batches=1) for word in ("off", "on"))
     assert any(norm > 1.75 for _, norm, _ in stay[0]) and any(norm < 1.75 for _, norm, _ in stay[0])
-    assert stay[0] == leave[0]
-    assert all(torch.equal(leave[1][name], values) for name, values in stay[1].items())
+    assert_same_bits(leave, stay)
 
 
+@pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("speculation", ["on", "off"])
 @pytest.mark.parametrize("ratio", ["1", "0.731"])
 @pytest.mark.parametrize("dtype", ["--bf16", "--fp64 --no-compile", "--fp16 --no-compile --initial-loss-scale 1e7"])
@@ -48,9 +54,6 @@ def test_sums_on_the_host_are_those_of_the_gpu(
     dtype: str, ratio: str, speculation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without clipping no bit changes but the norm's last ones; memory of gradients is used again at once."""
-    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "BUCKET_ELEMENTS", 33_333)
-    monkeypatch.setattr(machine, "make_host_kernel", lambda _, threads: Slow(threads))
     if ratio != "1":
         monkeypatch.setattr(gpu_transfers, "RING_BYTES", 1)  # three slots
     words = f"{dtype} --clip-grad 0 --cpu-optimizer --cpu-optimizer-ratio {ratio} --micro-batch-size 1 --cuda-graph off"
@@ -67,8 +70,7 @@ def test_sums_on_the_host_are_those_of_the_gpu(
 def test_a_recorded_step_computes_the_same() -> None:
     words = f"--bf16 --clip-grad 1.75 {ALL} {ONE} --offload-gradients"
     recorded, leave = run(f"{words} off --cuda-graph on", micro_batches=1), run(f"{words} on", micro_batches=1)
-    assert recorded[0] == leave[0]
-    assert all(torch.equal(leave[1][name], values) for name, values in recorded[1].items())
+    assert_same_bits(leave, recorded)
 
 
 def test_overflows_are_skipped_alike() -> None:

@@ -7,27 +7,15 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, attention_with_dropout, document_mask
-from gptpar.model.dropout import EMBEDDINGS, LayerSeeds, kept, seed_fields, seeds_field
+from gptpar.model.dropout import EMBEDDINGS, kept
+from tests.gpu.test_documents_gpu import BATCH, DEVICE, GROUPS, assert_ranks_have_their_part, inputs, seeds
 from tests.gpu.training import run
 
 pytestmark = pytest.mark.gpu
 
-DEVICE = "cuda"
-BATCH, GROUPS, LENGTH, WIDTH = 2, 4, 256, 64
+LENGTH, WIDTH = 256, 64
 BOTH = "--hidden-dropout 0.1 --attention-dropout 0.2"
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
-
-
-def seeds() -> LayerSeeds:
-    return seed_fields(["layers.0"], 1234, 3, 1, torch.device(DEVICE))[seeds_field("layers.0")]
-
-
-def inputs(queries: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Queries, keys and values as the model cuts them out of one projection: views with strides."""
-    torch.manual_seed(0)
-    qkv = torch.randn(BATCH, LENGTH, GROUPS, queries + 2, WIDTH, dtype=dtype, device=DEVICE).permute(0, 2, 3, 1, 4)
-    parts = [qkv[:, :, :queries].flatten(1, 2), qkv[:, :, queries], qkv[:, :, queries + 1]]
-    return [part.detach().requires_grad_() for part in parts]
 
 
 def dropping(p: float, first: int = 0) -> AttentionRule:
@@ -55,17 +43,10 @@ def test_a_rank_with_some_heads_has_their_masks(dtype: torch.dtype, queries: int
     """Half of the groups and a quarter of them: output and gradients are the whole's, and the same each time."""
     cu_seqlens = torch.tensor([0, 100, LENGTH, LENGTH + 100, 2 * LENGTH], device=DEVICE)
     mask = document_mask(cu_seqlens, BATCH, LENGTH) if documents else None
-    parts = inputs(queries, dtype)
+    parts = inputs(queries, WIDTH, LENGTH, dtype)
     whole, again = attend(parts, 0.3, 0, mask), attend(parts, 0.3, 0, mask)
     assert torch.equal(whole[0], again[0])
-    for size in (2, 4):
-        ranks = []
-        for rank in range(size):
-            share = [part.detach().chunk(size, 1)[rank].requires_grad_() for part in parts]
-            ranks.append(attend(share, 0.3, rank * GROUPS // size, mask))
-        for of_ranks, wanted in zip(zip(*ranks, strict=True), whole, strict=True):
-            got, error = torch.cat(of_ranks, 1), TOLERANCE[dtype] * wanted.abs().max().item()
-            torch.testing.assert_close(got, wanted, rtol=0, atol=error)
+    assert_ranks_have_their_part(lambda share, first: attend(share, 0.3, first, mask), parts, whole, TOLERANCE[dtype])
     assert not torch.allclose(whole[0], attend(parts, 1e-9, 0, mask)[0], atol=0.1)
 
 
@@ -90,7 +71,7 @@ def test_probabilities_are_dropped_fairly_and_heads_independently(dtype: torch.d
 
 
 def test_attention_leaves_the_generator_as_it_was() -> None:
-    parts = inputs(1, torch.bfloat16)
+    parts = inputs(1, WIDTH, LENGTH)
     torch.manual_seed(0)
     before = torch.rand(3, device=DEVICE)
     torch.manual_seed(0)
@@ -110,12 +91,7 @@ def test_recomputing_and_compiling_keep_the_masks(flags: str) -> None:
     assert other[0] == pytest.approx(plain[0], rel=1e-4)
 
 
-def test_the_same_run_twice_is_bit_identical() -> None:
-    first, second = run(DEVICE, f"--bf16 {BOTH}"), run(DEVICE, f"--bf16 {BOTH}")
-    assert first[0] == second[0] and torch.equal(first[1], second[1])
-
-
 def test_attention_that_drops_next_to_nothing_is_torchs() -> None:
-    parts = inputs(1, torch.float32)
+    parts = inputs(1, WIDTH, LENGTH, torch.float32)
     y = attention_with_dropout(parts[0], parts[1], parts[2], None, dropping(1e-9))
     torch.testing.assert_close(y, F.scaled_dot_product_attention(*parts, is_causal=True), rtol=1e-4, atol=1e-5)

@@ -1,6 +1,6 @@
 """Triton kernels against the same in torch's operators, with shapes that do not fill whole tiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
 
@@ -151,6 +151,14 @@ def test_merged_heads_equal_torch(
     torch.testing.assert_close(got_bias.double(), wanted.double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
 
 
+def assert_norms_gradients(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    """Of the input, and of vectors, which are sums over its rows."""
+    rtol = TOLERANCE[dtype]["rtol"]
+    torch.testing.assert_close(got[0].double(), wanted[0], rtol=rtol, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
+    for mine, theirs in zip(got[1:], wanted[1:], strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=1e-3)
+
+
 @DTYPES
 @pytest.mark.parametrize("shape, adds", [((5, 40), False), ((1000, 1024), True), ((777, 2560), True)])
 def test_residual_norm_equals_torch(dtype: torch.dtype, shape: tuple[int, int], adds: bool) -> None:
@@ -167,11 +175,7 @@ def test_residual_norm_equals_torch(dtype: torch.dtype, shape: tuple[int, int], 
     normed = F.layer_norm(total, shape[1:], *wide, 1e-5)
     torch.testing.assert_close(outputs[1].double(), normed, **TOLERANCE[dtype])
     wanted = torch.autograd.grad((total, normed), [total, *wide], [grad.double() for grad in grads])
-    torch.testing.assert_close(
-        got[0].double(), wanted[0], rtol=TOLERANCE[dtype]["rtol"], atol=1e-2 if dtype.itemsize == 2 else 1e-5
-    )
-    for mine, theirs in zip(got[1:3], wanted[1:], strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
+    assert_norms_gradients(got[:3], wanted, dtype)
     if adds:
         assert torch.equal(got[3], got[0])
         torch.testing.assert_close(got[4].double(), got[0].double().sum(0), rtol=TOLERANCE[dtype]["rtol"], atol=1e-3)
@@ -189,10 +193,7 @@ def test_output_norm_equals_torch(dtype: torch.dtype, shape: tuple[int, int]) ->
     expected = F.layer_norm(wide[0], shape[1:], wide[1], wide[2], 1e-5)
     torch.testing.assert_close(normed.double(), expected, **TOLERANCE[dtype])
     wanted = torch.autograd.grad(expected, wide, grad.double())
-    rtol = TOLERANCE[dtype]["rtol"]
-    torch.testing.assert_close(got[0].double(), wanted[0], rtol=rtol, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
-    for mine, theirs in zip(got[1:], (*wanted[1:], got[0].double().sum(0)), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=1e-3)
+    assert_norms_gradients(got, (*wanted, got[0].double().sum(0)), dtype)
 
 
 def head_norm_inputs(
@@ -250,10 +251,7 @@ def test_norms_of_heads_equal_torch(
     wanted = torch.autograd.grad(expected, wide, [grad.double() for grad in grads])
     for part, theirs in zip(outputs, expected, strict=True):
         torch.testing.assert_close(part.double(), theirs, **TOLERANCE[dtype])
-    rtol = TOLERANCE[dtype]["rtol"]
-    torch.testing.assert_close(got[0].double(), wanted[0], rtol=rtol, atol=1e-2 if dtype.itemsize == 2 else 1e-5)
-    for mine, theirs in zip(got[1:], (got[0].double().sum(0), *wanted[2:]), strict=True):
-        torch.testing.assert_close(mine.double(), theirs, rtol=rtol, atol=1e-3)
+    assert_norms_gradients(got, (wanted[0], got[0].double().sum(0), *wanted[2:]), dtype)
 
 
 def test_compiled_norms_of_heads_equal_eager_ones() -> None:

@@ -36,8 +36,9 @@ def test_sixteen_bits_stay_close_to_fp32(flags: str) -> None:
     assert gpu == pytest.approx(cpu, rel=2e-2)
 
 
-def test_the_same_run_twice_is_bit_identical() -> None:
-    flags = "--bf16 --hidden-dropout 0.1 --attention-dropout 0"
+@pytest.mark.parametrize("attention_dropout", [0, 0.2])
+def test_the_same_run_twice_is_bit_identical(attention_dropout: float) -> None:
+    flags = f"--bf16 --hidden-dropout 0.1 --attention-dropout {attention_dropout}"
     first, second = run("cuda", flags), run("cuda", flags)
     assert first[0] == second[0] and torch.equal(first[1], second[1])
 

@@ -4,7 +4,7 @@ A case is a layout with flags, as ``check-layouts`` tries them. Where all combin
 command does it; a family has the few cases that together meet each pair of what its model makes difficult.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from gptpar.plan.space import dimensions, spaces
 from gptpar.plan.space.candidate import Candidate, flags_of
 from gptpar.topology.groups import Topology, make_topology
 from gptpar.topology.mesh import Mesh
-from tests.spawn import spawn
+from tests.spawn import RankPool
 
 WORDS = [*SMALL.split(), "--fp64"]
 FEWER_SAMPLES = [*WORDS, "--global-batch-size", "4", "--num-layers", "4"]
@@ -34,6 +34,8 @@ TOLERANCE = 1e-10
 VARIANTS = {option.name: tuple(flags_of(option.changes)) for option in spaces.VARIANTS}
 """What is proved in every layout, as flags."""
 ALONE = Candidate()
+Pools = Callable[[int], RankPool]
+"""Processes by their number."""
 _AXES = {"dp": "data", "tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 
 
@@ -71,34 +73,39 @@ class Family:
     steps: int = 2
 
 
-def assert_equals_one_process(family: Family, folder: Path) -> Outcome:
+def assert_equals_one_process(family: Family, folder: Path, ranks: Pools) -> Outcome:
     """Train all cases of a family, and compare each with one process, whose outcome is returned.
 
     Initial weights are equal bit for bit; losses, norms, gradients and weights of each step, the loss of an evaluation,
     and what experts count, are equal within ``TOLERANCE``.
     """
-    num_processes = family.cases[0].mesh.world_size
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as each process has: with others, sums are rounded in another order
     try:
         alone, evaluated_alone = _train(run_alone(family), family, folder / "0", None)
     finally:
         torch.set_num_threads(threads)
-    found = spawn(_train_all, num_processes, family, folder, timeout_s=500.0)[0]
+    found = ranks(family.cases[0].mesh.world_size).run(_train_all, family, folder, timeout_s=500.0)[0]
     for this, (one, evaluated) in zip(family.cases, found, strict=True):
         assert len(one.steps) == family.steps
-        apart = {
-            "initial weights": difference([(one.initial, alone.initial)]),
-            "steps": step_difference(one.steps, alone.steps),
-            "gradients": difference(zip(one.gradients, alone.gradients, strict=True)),
-            "weights": difference(zip(one.weights, alone.weights, strict=True)),
-        }
-        assert apart["initial weights"] == 0 and max(apart.values()) <= TOLERANCE, f"{this.name}: {apart}"
+        differences = apart(one, alone)
+        assert differences["initial weights"] == 0, this.name
+        assert max(differences.values()) <= TOLERANCE, f"{this.name}: {differences}"
         assert evaluated == pytest.approx(evaluated_alone, rel=TOLERANCE), this.name
         for name in {"expert bias", "choices of experts"} & alone.weights[-1].keys():
             for after, wanted in zip(one.weights, alone.weights, strict=True):
                 assert torch.equal(after[name], wanted[name]), f"{this.name}: {name}"
     return alone
+
+
+def apart(found: Outcome, wanted: Outcome) -> dict[str, float]:
+    """How far two runs differ, relatively."""
+    return {
+        "initial weights": difference([(found.initial, wanted.initial)]),
+        "steps": step_difference(found.steps, wanted.steps),
+        "gradients": difference(zip(found.gradients, wanted.gradients, strict=True)),
+        "weights": difference(zip(found.weights, wanted.weights, strict=True)),
+    }
 
 
 def run_alone(family: Family) -> CaseRun:
@@ -138,9 +145,8 @@ def _evaluated(run: CaseRun, step: int) -> float:
     for number, batch in enumerate(run._batches(step)):
         size, length = batch.tokens_BS.shape
         place = number * run.topology.mesh.data + run.topology.position("data")
-        counted = 3 + (size * place + torch.arange(size)) % (
-            length - 3
-        )  # of each sample, whatever micro-batch it is in
+        numbers = size * place + torch.arange(size)  # of the samples, whatever micro-batches they are in
+        counted = 3 + numbers % (length - 3)
         mask = (torch.arange(length) < counted[:, None]).float()
         batches.append(MicroBatch(batch.tokens_BS, batch.labels_BS, mask, batch.position_ids_BS, batch.cu_seqlens))
     total, count = run.trainer.evaluate_sum(batches).tolist()

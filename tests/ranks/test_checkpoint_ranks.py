@@ -17,20 +17,16 @@ from gptpar.topology.tensor_parts import TensorParts, as_parts
 from tests.flat_parts import parts_of_flat
 from tests.spawn import spawn
 
-Layout = dict[str, int | None]  # dim that is split over the two ranks; None: each rank holds all of it
+Tensors = dict[str, torch.Tensor | TensorParts]
 
 SHAPES = {"even": (8, 6), "uneven": (5, 7), "short": (1, 3), "bf16": (9, 4), "norm": (33,), "big": (3, 1_000_003)}
-BY_ROW: Layout = {"even": 0, "uneven": 0, "short": 0, "bf16": 0, "norm": None, "big": 0}
-BY_COLUMN: Layout = {"even": 1, "uneven": 1, "short": 1, "bf16": 1, "norm": None, "big": 1}
-WHOLE: Layout = dict.fromkeys(SHAPES)
+BY_ROW, BY_COLUMN, WHOLE = 0, 1, None
+"""Along which dimension matrices are split over two ranks; each has all of vectors, and with none all of matrices."""
 
 
-def values(seed: float = 0) -> dict[str, torch.Tensor]:
-    whole = {name: torch.arange(torch.Size(shape).numel()).view(shape) + seed for name, shape in SHAPES.items()}
+def values(seed: float = 0, scale: int = 1) -> dict[str, torch.Tensor]:
+    whole = {name: scale * torch.arange(prod(shape)).view(shape) + seed for name, shape in SHAPES.items()}
     return {name: tensor.to(torch.bfloat16 if name == "bf16" else torch.float32) for name, tensor in whole.items()}
-
-
-Tensors = dict[str, torch.Tensor | TensorParts]
 
 
 def share(tensor: torch.Tensor, dim: int) -> TensorParts:
@@ -40,18 +36,12 @@ def share(tensor: torch.Tensor, dim: int) -> TensorParts:
     return TensorParts(tensor.shape, ((offsets, tensor.narrow(dim, start, stop - start)),), tensor.dtype)
 
 
-def spread(tensors: dict[str, torch.Tensor], layout: Layout) -> Tensors:
-    return {name: tensor if (dim := layout[name]) is None else share(tensor, dim) for name, tensor in tensors.items()}
+def spread(tensors: dict[str, torch.Tensor], dim: int | None) -> Tensors:
+    return {name: t if dim is None or t.dim() == 1 else share(t, dim) for name, t in tensors.items()}
 
 
-def zeroed(parts: torch.Tensor | TensorParts) -> torch.Tensor | TensorParts:
-    if isinstance(parts, torch.Tensor):
-        return torch.zeros_like(parts)
-    return TensorParts(parts.shape, tuple((at, torch.zeros_like(part)) for at, part in parts.parts), parts.dtype)
-
-
-def empty_like(tensors: Tensors) -> Tensors:
-    return {name: zeroed(tensor) for name, tensor in tensors.items()}
+def zeros() -> dict[str, torch.Tensor]:
+    return values(scale=0)
 
 
 def assert_equal(found: Tensors, wanted: Tensors) -> None:
@@ -61,15 +51,14 @@ def assert_equal(found: Tensors, wanted: Tensors) -> None:
 
 
 def reshard(rank: int, root: Path) -> None:
-    for iteration, layout in enumerate([BY_ROW, BY_COLUMN, WHOLE]):
-        saved = spread(values(), layout)
+    for iteration, saved_by in enumerate([BY_ROW, BY_COLUMN, WHOLE]):
+        saved = spread(values(), saved_by)
         saved[f"stage{rank}"] = torch.full((4,), float(rank))  # each rank has a name of its own
         save_checkpoint(root, iteration, saved, {"layout": iteration})
-        for other in (BY_ROW, BY_COLUMN, WHOLE):
-            wanted = spread(values(), other)
-            targets = empty_like(wanted) | {f"stage{rank}": torch.zeros(4)}
+        for loaded_by in (BY_ROW, BY_COLUMN, WHOLE):
+            targets = spread(zeros(), loaded_by) | {f"stage{rank}": torch.zeros(4)}
             assert load_checkpoint(root, targets).iteration == iteration
-            assert_equal(targets, wanted)
+            assert_equal(targets, spread(values(), loaded_by))
             assert targets[f"stage{rank}"].tolist() == [rank] * 4
     # Tensors without elements, in empty parts and in none.
     empty = {"e": share(torch.empty(0, 2), 0), "f": TensorParts(torch.Size([2, 0]), (), torch.float32)}
@@ -81,11 +70,10 @@ def test_any_layout_loads_into_any_other(tmp_path: Path) -> None:
     spawn(reshard, 2, tmp_path)
     for iteration in range(3):  # and into one process without a group
         path = tmp_path / f"iter_{iteration:07d}"
-        whole = read_tensors(path)
-        targets = empty_like(whole)
+        targets = zeros() | {"stage0": torch.ones(4), "stage1": torch.zeros(4)}
         assert load_checkpoint(tmp_path, targets, iteration=iteration).meta == {"layout": iteration}
-        for name, tensor in values().items():
-            assert torch.equal(whole[name], tensor) and torch.equal(targets[name], tensor)
+        assert_equal(targets, values() | {"stage0": torch.zeros(4), "stage1": torch.ones(4)})
+        assert_equal(read_tensors(path), values())
         sizes = [(path / f"rank0000{rank}.bin").stat().st_size for rank in (0, 1)]
         assert sum(sizes) == read_manifest(path).nbytes and min(sizes) > 0  # replicas are stored once, on both ranks
     whole = read_tensors(tmp_path / "iter_0000009")
@@ -175,14 +163,6 @@ def save_wrong_layouts(rank: int, root: Path) -> None:
     save_checkpoint(root, 1, {"w": rows(2 * rank, 2 + 2 * rank)}, {})
 
 
-def test_a_layout_with_holes_or_overlaps_is_never_a_checkpoint(tmp_path: Path) -> None:
-    spawn(save_wrong_layouts, 2, tmp_path)
-    hole = parts_of_flat([4, 3], [4, 3], [0, 0], 0, 11, torch.zeros(11))
-    with pytest.raises(CheckpointError, match="'w'.* hold 11 of 12"):  # one process without a group, too
-        save_checkpoint(tmp_path, 2, {"w": hole}, {})
-    assert [path.name for path in tmp_path.glob("iter_*")] == ["iter_0000001"]
-
-
 def fail_in_turn(rank: int, root: Path) -> None:
     save_checkpoint(root, 1, spread(values(), BY_ROW), {})
     dist.barrier()
@@ -203,7 +183,7 @@ def fail_in_turn(rank: int, root: Path) -> None:
     must_fail(spread(values(), BY_ROW), "rank00001.bin: No space left on device")
     os.pwrite = real
 
-    targets = {"a": torch.zeros(1)} if rank else empty_like(values())
+    targets = {"a": torch.zeros(1)} if rank else zeros()
     with pytest.raises(CheckpointError, match="tensor 'a' is not in the checkpoint"):
         load_checkpoint(root, targets)
 
@@ -218,21 +198,26 @@ def fall_back_together(rank: int, root: Path) -> None:
         file.write_bytes(data)
     dist.barrier()
     said: list[str] = []
-    targets = empty_like(spread(values(), BY_ROW))
+    targets = spread(zeros(), BY_ROW)
     loaded = load_checkpoint(root, targets, report=said.append)
-    wanted = spread(values(1), BY_ROW)
     assert loaded.iteration == 1 and "rank00001.bin: tensor" in loaded.skipped[0]
-    assert_equal(targets, wanted)
+    assert_equal(targets, spread(values(1), BY_ROW))
     assert len(said) == (1 if rank == 0 else 0)
     # The damaged one does not count as whole, so keep=1 spares what else there is until a newer one is proved.
     save_checkpoint(root, 2, spread(values(2), BY_ROW), {}, keep=1, report=said.append)
     assert sorted(p.name for p in root.glob("iter_*")) == ["iter_0000002", "iter_0000002.damaged-1"]
 
 
-def fail_then_fall_back(rank: int, root: Path) -> None:
+def refuse_and_fall_back(rank: int, root: Path) -> None:
+    save_wrong_layouts(rank, root / "wrong")
     fail_in_turn(rank, root / "fail")
     fall_back_together(rank, root / "fall_back")
 
 
-def test_one_ranks_error_or_damage_is_everyones(tmp_path: Path) -> None:
-    spawn(fail_then_fall_back, 2, tmp_path)  # one start of two processes costs more than all their work
+def test_holes_overlaps_and_one_ranks_errors_or_damage_are_everyones(tmp_path: Path) -> None:
+    """A layout with holes or overlaps is never a checkpoint."""
+    spawn(refuse_and_fall_back, 2, tmp_path)
+    hole = parts_of_flat([4, 3], [4, 3], [0, 0], 0, 11, torch.zeros(11))
+    with pytest.raises(CheckpointError, match="'w'.* hold 11 of 12"):  # one process without a group, too
+        save_checkpoint(tmp_path / "wrong", 2, {"w": hole}, {})
+    assert [path.name for path in tmp_path.glob("wrong/iter_*")] == ["iter_0000001"]

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import time
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ from gptpar.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.forked import FORKED
 
 NUM_PROCESSES = 3
-NUM_SAMPLES = 2_500_000  # with its 2 million documents just past the size that is cached
+NUM_SAMPLES = 1000
 
 
 def load(prefix: str, locks: bool) -> tuple[list[str], int]:
-    """(hash of each array, how often this process built them)."""
+    """(hash of each array, how often this process built them, which takes until the others ask for them)."""
+    gpt_dataset.MIN_CACHED_ENTRIES = 0
     if not locks:
         fcntl.flock = _refuse
     builds = 0
@@ -26,6 +28,7 @@ def load(prefix: str, locks: bool) -> tuple[list[str], int]:
     def counted(*arguments: object) -> dict:
         nonlocal builds
         builds += 1
+        time.sleep(0.5)
         return build_index(*arguments)
 
     gpt_dataset.build_index = counted
@@ -40,7 +43,7 @@ def _refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_concurrent_builds_agree(tmp_path: Path, locks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_builds_agree(tmp_path: Path, locks: bool) -> None:
     prefix = tmp_path / "corpus"
     with IndexedDatasetWriter(prefix, "uint16") as writer:
         for _ in range(10):
@@ -55,7 +58,6 @@ def test_concurrent_builds_agree(tmp_path: Path, locks: bool, monkeypatch: pytes
     assert files == sorted(f"{name}.npy" for name in ARRAYS)
     assert not list((tmp_path / "cache").glob("*.tmp"))
 
-    monkeypatch.setattr(gpt_dataset, "MIN_CACHED_ENTRIES", 10**9)  # the same in memory, without any file
-    indexed = IndexedDataset(prefix)
+    indexed = IndexedDataset(prefix)  # the same in memory, for so few are not cached
     alone = GPTDataset(indexed, (0, len(indexed)), NUM_SAMPLES, 8, 1234)
     assert [hashlib.sha256(getattr(alone, f"_{name}")).hexdigest() for name in ARRAYS] == results[0][0]

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import gptpar.deepspeed as deepspeed
 from gptpar.errors import ConfigError, GptparError
 from tests.spawn import spawn
+from tests.unit.deepspeed.engines import test_monitor
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}}
 SIZES = [(8, 32), (32, 32), (32, 4)]
@@ -25,40 +27,30 @@ def make() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(*size) for size in SIZES))
 
 
-def plain() -> tuple[nn.Sequential, list[float]]:
-    """The module after three steps over four micro-batches each, and the steps' losses."""
-    torch.manual_seed(42)
-    model = make()
+def trained_plainly(model: nn.Module, per_step: int) -> list[float]:
+    """Losses of three steps over so many micro-batches each."""
     optimizer, losses, batches = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0), [], micro_batches()
     for step in range(3):
-        pairs = batches[4 * step : 4 * step + 4]
+        pairs = batches[per_step * step : per_step * (step + 1)]
         loss = torch.stack([nn.functional.cross_entropy(model(x), y) for x, y in pairs]).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return model, losses
+    return losses
 
 
 def a_stage_that_begins_in_place(rank: int) -> None:
     """As in torchvision's networks, whose activations overwrite what they get."""
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
-    torch.manual_seed(42)
     made = [nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)]
     expected = copy.deepcopy(nn.Sequential(*made))
     model = deepspeed.pipe.PipelineModule(made, num_stages=2, loss_fn=nn.CrossEntropyLoss(), partition_method="uniform")
     assert len(list(model.parameters())) == (4, 2)[rank]
     engine, *_ = deepspeed.initialize(model=model, config=config | {"optimizer": OPTIMIZER})
-    optimizer, batches = torch.optim.AdamW(expected.parameters(), 1e-2, weight_decay=0.0), micro_batches()
-    for step in range(3):
-        loss = torch.stack(
-            [nn.functional.cross_entropy(expected(x), y) for x, y in batches[2 * step : 2 * step + 2]]
-        ).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found = engine.train_batch(iter(batches[2 * step : 2 * step + 2]))
-        torch.testing.assert_close(found.item(), loss.item(), rtol=1e-6, atol=0)
+    batches = micro_batches()
+    found = [engine.train_batch(iter(batches[2 * step : 2 * step + 2])).item() for step in range(3)]
+    assert found == pytest.approx(trained_plainly(expected, 2), rel=1e-6)
 
 
 def evaluations_of_a_pipeline(rank: int) -> None:
@@ -100,11 +92,8 @@ def a_grid_and_its_groups(rank: int) -> None:
     assert grid is model.mpu() is engine.mpu and grid.topology() is topology
     assert (grid.get_stage_id(), grid.get_data_parallel_id(), grid.is_last_stage) == (rank, 0, rank == 1)
     assert (grid.pp_group, grid.dp_group, grid.p2p_groups) == ([0, 1], [rank], [[0, 1], [1, 0]])
-    assert (grid.stage_to_global(1), grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (
-        1,
-        rank,
-        2,
-    )
+    assert (grid.get_model_parallel_rank(), grid.get_model_parallel_world_size()) == (rank, 2)
+    assert grid.stage_to_global(1) == 1
     for group, wanted in (
         (grid.get_pipe_parallel_group(), 3),
         (grid.get_model_parallel_group(), 3),
@@ -141,12 +130,12 @@ def zero3_under_init(rank: int) -> None:
         for x, y in batches[4 * step + 2 * rank : 4 * step + 2 * rank + 2]:
             engine.backward(nn.functional.cross_entropy(engine(x), y))
             engine.step()
-    trained = plain()[0]
+    trained_plainly(expected, 4)
     kept = []
     for one in model.parameters():
         with deepspeed.zero.GatheredParameters(one):  # copies outlive it, on a CPU as on a GPU
             kept.append((one.detach().cpu(), one.data.to("cpu"), one.data))
-    for one, other, copies in zip(model.parameters(), trained.parameters(), kept, strict=True):
+    for one, other, copies in zip(model.parameters(), expected.parameters(), kept, strict=True):
         torch.testing.assert_close(deepspeed.utils.safe_get_full_fp32_param(one), other.data, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(copies[0], other.data, rtol=1e-5, atol=1e-6)
         assert torch.equal(copies[0], copies[1]) and not copies[2].untyped_storage().nbytes()
@@ -191,15 +180,34 @@ def without_an_optimizer(rank: int) -> None:
             verb()
 
 
-PROGRAMS = [
-    a_stage_that_begins_in_place,
-    evaluations_of_a_pipeline,
-    a_grid_and_its_groups,
-    zero3_under_init,
-    without_an_optimizer,
-]
+def a_curve_of_the_mean_of_all_losses(rank: int, folder: Path) -> None:
+    """Over micro-batches and processes, written by the first one."""
+    engine = test_monitor.make(zero_optimization={"stage": 1}, **test_monitor.monitors(folder))
+    losses = []
+    for seed in (1, 2):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * seed + rank))
+        for _ in range(2):
+            loss = engine(x).square().mean()
+            losses.append(loss.item())
+            engine.backward(loss)
+            engine.step()
+    engine.close()
+    everyones = [losses, losses]
+    torch.distributed.all_gather_object(everyones, losses)
+    curve = test_monitor.csv_of(folder, test_monitor.LOSS)
+    assert [samples for samples, _ in curve] == [12, 24]
+    means = [sum(sum(of_process[at : at + 2]) for of_process in everyones) / 4 for at in (0, 2)]
+    assert [loss for _, loss in curve] == pytest.approx(means, rel=1e-6)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_with_deepspeeds_names_have_plain_numbers(program: object) -> None:
-    spawn(program, 2)
+def every_program(rank: int, folder: Path) -> None:
+    a_stage_that_begins_in_place(rank)
+    evaluations_of_a_pipeline(rank)
+    a_grid_and_its_groups(rank)
+    zero3_under_init(rank)
+    without_an_optimizer(rank)
+    a_curve_of_the_mean_of_all_losses(rank, folder)
+
+
+def test_programs_with_deepspeeds_names_have_plain_numbers(tmp_path: Path) -> None:
+    spawn(every_program, 2, tmp_path)

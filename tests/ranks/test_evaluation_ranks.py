@@ -53,23 +53,12 @@ def all_cases(rank: int, files: list[str]) -> list[Scores]:
     return [scores(rank, mesh, flags, files) for mesh, flags in CASES.values()]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder: Path = tmp_path_factory.mktemp("tasks")
-    return [write_lines(folder / "questions.jsonl", QUESTIONS), write_lines(folder / "texts.jsonl", TEXTS)]
-
-
-@pytest.fixture(scope="module")
-def found(files: list[str]) -> list[list[Scores]]:
-    return spawn(all_cases, 2, files, timeout_s=300)
-
-
-@pytest.mark.parametrize("number", range(len(CASES)), ids=list(CASES))
-def test_every_rank_has_the_scores_of_one_process(found: list[list[Scores]], files: list[str], number: int) -> None:
-    flags = list(CASES.values())[number][1]
-    model = " ".join(part for part in (EXPERTS, "--num-layers 4") if part in flags)
-    values, of_questions, of_texts = scores(0, Mesh(), model, files)
-    for of_rank in found:
-        torch.testing.assert_close(of_rank[number][0], values, rtol=1e-10, atol=0)
-        assert of_rank[number][1] == of_questions
-        assert of_rank[number][2]["bits_per_byte"] == pytest.approx(of_texts["bits_per_byte"], rel=1e-10)
+def test_every_rank_has_the_scores_of_one_process(tmp_path: Path) -> None:
+    files = [write_lines(tmp_path / "questions.jsonl", QUESTIONS), write_lines(tmp_path / "texts.jsonl", TEXTS)]
+    alone = {model: scores(0, Mesh(), model, files) for model in ("", EXPERTS, "--num-layers 4")}
+    for of_rank in spawn(all_cases, 2, files, timeout_s=300):
+        for (name, (_, flags)), (values, of_questions, of_texts) in zip(CASES.items(), of_rank, strict=True):
+            wanted = next(one for model, one in reversed(alone.items()) if model in flags)
+            torch.testing.assert_close(values, wanted[0], rtol=1e-10, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+            assert of_questions == wanted[1], name
+            assert of_texts["bits_per_byte"] == pytest.approx(wanted[2]["bits_per_byte"], rel=1e-10), name

@@ -13,7 +13,7 @@ from gptpar.model.experts.dispatch import RowLimit
 from gptpar.model.experts.layer import Experts
 from gptpar.run import trainer
 from gptpar.topology.groups import Topology
-from tests.ranks.layout_cases import Family, assert_equals_one_process, at, run_alone
+from tests.ranks.layout_cases import Family, Pools, assert_equals_one_process, at, run_alone
 
 NUM_EXPERTS, TOPK = 8, 2
 SIZES = "--global-batch-size 8 --micro-batch-size 2 --num-layers 4"
@@ -101,9 +101,9 @@ def family(name: str, model: str, *more: str) -> Family:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
+def test_layouts_equal_one_process(model: str, tmp_path: Path, ranks: Pools) -> None:
     """Also after a resume from the layout before, of another micro-batch."""
-    alone = assert_equals_one_process(family(model, model), tmp_path)
+    alone = assert_equals_one_process(family(model, model), tmp_path, ranks)
     counts_LE = alone.weights[-1]["choices of experts"]
     tokens = 8 * 16
     assert counts_LE.sum(1).tolist() == [tokens * TOPK] * len(counts_LE)
@@ -113,15 +113,17 @@ def test_layouts_equal_one_process(model: str, tmp_path: Path) -> None:
         assert alone.steps[0][-1] == pytest.approx(NUM_EXPERTS / TOPK)
 
 
-def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(tmp_path: Path) -> None:
+def test_muon_updates_each_expert_s_matrices_and_full_experts_drop_the_same_tokens(
+    tmp_path: Path, ranks: Pools
+) -> None:
     more = ("--optimizer", "muon", "--moe-expert-capacity-factor", "0.75", "--moe-router-topk", "6")
-    assert_equals_one_process(family("muon, full experts", "softmax", *more), tmp_path)
+    assert_equals_one_process(family("muon, full experts", "softmax", *more), tmp_path, ranks)
 
 
-def test_a_step_with_more_rows_than_fit_is_done_again(tmp_path: Path) -> None:
+def test_a_step_with_more_rows_than_fit_is_done_again(tmp_path: Path, ranks: Pools) -> None:
     """After two of two, the limit is given up."""
     cases = [at("dp2 ep2", "--zero-stage 1"), at("dp2 ep2", "--zero-stage 0", "full recompute")]
-    assert_equals_one_process(replace(family("sigmoid", "sigmoid"), cases=cases, kind=LimitedRows), tmp_path)
+    assert_equals_one_process(replace(family("sigmoid", "sigmoid"), cases=cases, kind=LimitedRows), tmp_path, ranks)
 
 
 def test_a_step_that_is_skipped_moves_no_bias() -> None:

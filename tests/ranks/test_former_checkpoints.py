@@ -1,7 +1,6 @@
 """Checkpoints that a former version wrote load into other layouts: the same bits, and the same steps after them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,28 +22,20 @@ INTO: list[tuple[str, Mesh, str, float]] = [
     ("fp64-llama-zero2-tp2", Mesh(tensor=2), "--fp64", 1e-10),
     ("fp64-llama-zero2-tp2", Mesh(pipeline=2), "--fp64 --cpu-optimizer --cpu-optimizer-ratio 0.6", 1e-10),
 ]
-Found = tuple[dict[str, str], list[Any]]
 
 
-def go_on(rank: int, processes: int, folder: Path) -> list[Found]:
+def go_on(rank: int, processes: int) -> list[tuple[dict[str, str], list[Any]]]:
     """All cases of so many processes in turn."""
     mine = [(name, mesh, flags) for name, mesh, flags, _ in INTO if mesh.world_size == processes]
-    return [steps_after(rank, mesh, f"{CASES[name][1]} {flags}", folder / name) for name, mesh, flags in mine]
+    return [steps_after(rank, mesh, f"{CASES[name][1]} {flags}", HERE / name) for name, mesh, flags in mine]
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> list[Found]:
-    """Of all cases, in their order."""
-    found = {count: iter(spawn(go_on, count, count, HERE, timeout_s=300)[0]) for count in (1, 2)}
-    return [next(found[mesh.world_size]) for _, mesh, *_ in INTO]
-
-
-@pytest.mark.parametrize("number", range(len(INTO)), ids=[f"{i[0]} {i[1].describe()} {i[2]}" for i in INTO])
-def test_former_checkpoint(outcomes: list[Found], number: int) -> None:
-    name, *_, tolerance = INTO[number]
-    expected = json.loads((HERE / name / "expected.json").read_text())
-    hashes, steps = outcomes[number]
-    assert hashes == expected["sha256"]
-    assert len(steps) == len(expected["steps"])
-    for step, wanted in zip(steps, expected["steps"], strict=True):
-        assert step == pytest.approx(wanted, rel=tolerance)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_former_checkpoints(processes: int) -> None:
+    mine = [(name, flags, tolerance) for name, mesh, flags, tolerance in INTO if mesh.world_size == processes]
+    found = spawn(go_on, processes, processes, timeout_s=300)[0]
+    for (name, flags, tolerance), (hashes, steps) in zip(mine, found, strict=True):
+        expected = json.loads((HERE / name / "expected.json").read_text())
+        assert hashes == expected["sha256"], (name, flags)
+        for step, wanted in zip(steps, expected["steps"], strict=True):
+            assert step == pytest.approx(wanted, rel=tolerance), (name, flags)

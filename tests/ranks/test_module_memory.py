@@ -57,10 +57,7 @@ def taken(rank: int, config: dict[str, Any], frozen: bool = False) -> tuple[int,
         engine.backward(engine(x).float().pow(2).mean())
     parameters = [] if memory.transient else list(memory.full.values())
     shards = list(memory.shards.values())
-    states = [
-        *optimizer.vectors.values(),
-        *engine.engine.gradients.memory.tensors,
-    ]
+    states = [*optimizer.vectors.values(), *engine.engine.gradients.memory.tensors]
     on_host = distinct(shards) if memory.on_host else 0
     on_device = distinct([*parameters, *states, *(() if memory.on_host else shards)])
     buckets = engine.host._buckets if engine.host is not None else []
@@ -78,27 +75,22 @@ def estimated(config: dict[str, Any], world: int, frozen: bool = False) -> tuple
     return found.parameters + found.gradients + found.optimizer, found.host_parameters, found.host_optimizer
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_one_process_takes_what_was_told(frozen: bool) -> None:
+    for name, config in ONE.items():
+        assert taken(0, config, frozen) == pytest.approx(estimated(config, 1, frozen), rel=0.01), name
+
+
 def taken_by_all(rank: int) -> dict[str, tuple[int, int, int]]:
     return {name: taken(rank, config) for name, config in SEVERAL.items()}
 
 
-@pytest.fixture(scope="module")
-def of_two() -> list[dict[str, tuple[int, int, int]]]:
-    return spawn(taken_by_all, 2)
+def test_two_processes_take_what_was_told() -> None:
+    for name, found in spawn(taken_by_all, 2)[0].items():
+        assert found == pytest.approx(estimated(SEVERAL[name], 2), rel=0.01), name
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("name", ONE)
-def test_one_process_takes_what_was_told(name, frozen):
-    assert estimated(ONE[name], 1, frozen) == pytest.approx(taken(0, ONE[name], frozen), rel=0.01)
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_two_processes_take_what_was_told(of_two, name):
-    assert estimated(SEVERAL[name], 2) == pytest.approx(of_two[0][name], rel=0.01)
-
-
-def test_a_model_without_memory_takes_the_same():
+def test_a_model_without_memory_takes_the_same() -> None:
     with gptpar.deferred_init(seed=0):
         model = make_model()
     config = ADAM | SEVERAL["ZeRO-3, 0.6"]

@@ -16,6 +16,7 @@ from tests.flat_parts import parts_of_flat
 from tests.spawn import spawn
 
 MICRO_BATCHES, ROWS, WIDTH = 4, 3, 6
+ALONE = Topology(Mesh(), 0, torch.device("cpu"))
 
 Result = tuple[float, dict[str, torch.Tensor]]
 
@@ -50,53 +51,23 @@ def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [tuple(torch.randn(2, ROWS, WIDTH, generator=generator, dtype=torch.float64)) for _ in range(count)]
 
 
-def step(rank: int, stages: int, data: int, options: dict) -> Result:
-    """One step; the loss and this process's gradients by global name."""
-    torch.set_default_dtype(torch.float64)
-    module = PipelineModule(layers(), stages, loss_fn=F.mse_loss, **options)
-    mine = batches(MICRO_BATCHES * data)[module.topology.position(DATA) :: data]
-    loss = module.train_batch(mine)
+def step(module: PipelineModule, count: int) -> Result:
+    """One step of a global batch; the loss and this process's gradients by global name."""
+    mesh = module.topology.mesh
+    loss = module.train_batch(batches(count)[module.topology.position(DATA) :: mesh.data])
     found = {name: p for chunk in module.chunks for name, p in chunk.global_parameters().items()}  # type: ignore[operator]
     return loss.item(), {name: p.grad for name, p in found.items() if p.grad is not None}
 
 
-def alone(count: int) -> Result:
-    """The same global batch in one process."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        module = PipelineModule(layers(), topology=Topology(Mesh(), 0, torch.device("cpu")), loss_fn=F.mse_loss)
-        loss = module.train_batch(batches(count))
-        return loss.item(), {n: p.grad for n, p in module.chunks[0].global_parameters().items()}  # type: ignore[operator]
-    finally:
-        torch.set_default_dtype(before)
-
-
-@pytest.mark.parametrize(
-    ("nproc", "stages", "options"),
-    [
-        (2, 2, {"num_virtual_stages": 3, "partition_method": "0,1,2,4,6,8,9"}),
-        (4, 4, {}),
-        (4, 2, {"num_virtual_stages": 2, "partition_method": "uniform"}),
-    ],
-)
-def test_stages_agree_with_one_process(nproc: int, stages: int, options: dict) -> None:
-    """fp64 to 1e-12, whatever the cut."""
-    loss, gradients = alone(MICRO_BATCHES * nproc // stages)
-    seen: set[str] = set()
-    for found_loss, found in spawn(step, nproc, stages, nproc // stages, options):
-        assert found_loss == pytest.approx(loss, rel=1e-12)
-        for name, grad in found.items():
-            torch.testing.assert_close(grad, gradients[name], rtol=1e-12, atol=1e-12)
-        seen |= found.keys()
-    assert (
-        seen
-        == gradients.keys()
-        == {
-            *("tied.ends.weight", "tied.ends.bias", "layers.2.weight", "layers.2.bias", "middle.weight", "middle.bias"),
-            *("layers.5.weight", "layers.5.bias", "layers.7.weight"),
-        }
-    )
+def stages_agree(stages: int, data: int, options: dict) -> set[str]:
+    """The names of the gradients here, which are those of one process."""
+    count = MICRO_BATCHES * data
+    found_loss, found = step(PipelineModule(layers(), stages, loss_fn=F.mse_loss, **options), count)
+    loss, gradients = step(PipelineModule(layers(), topology=ALONE, loss_fn=F.mse_loss), count)
+    assert found_loss == pytest.approx(loss, rel=1e-12)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, gradients[name], rtol=1e-12, atol=1e-12)
+    return set(found)
 
 
 class ScaledPair(nn.Module):
@@ -114,11 +85,13 @@ class ScaledPair(nn.Module):
         return self.down(torch.tanh(self.scale * self.up(x)))
 
 
-def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
+def axis_of(topology: Topology) -> TensorAxis:
+    return TensorAxis(topology.mesh.tensor, topology.position("tensor"), topology.group("tensor"))
+
+
+def split_step(topology: Topology) -> dict[str, tuple[tuple[int, ...], torch.Tensor]]:
     """One step of eight micro-batches; where this process's share of each gradient begins, and the share."""
-    torch.set_default_dtype(torch.float64)
-    topology = make_topology(Mesh(data=data, tensor=tensor), rank, torch.device("cpu"))
-    axis = TensorAxis(tensor, topology.position("tensor"), topology.group("tensor"))
+    axis = axis_of(topology)
     pairs = [LayerSpec(ScaledPair, axis), torch.tanh, LayerSpec(ScaledPair, axis, name="second")]
     module = PipelineModule(pairs, topology=topology, loss_fn=F.mse_loss)
     infos = module.chunks[0].infos()  # type: ignore[operator]
@@ -127,31 +100,39 @@ def tensor_parallel(rank: int, data: int, tensor: int) -> dict[str, tuple[tuple[
         info, flat = infos[name], parameter.data.view(-1)
         held = parts_of_flat(info.full_shape, info.shape, info.offsets, 0, flat.numel(), flat)
         held.fill(draw(info.init, info.full_shape, 3, name))
-    module.train_batch(batches(8)[topology.position(DATA) :: data])
+    module.train_batch(batches(8)[topology.position(DATA) :: topology.mesh.data])
     return {name: (infos[name].offsets, parameter.grad) for name, parameter in parameters.items()}
 
 
-@pytest.mark.parametrize(("data", "tensor"), [(1, 2), (2, 2)])
-def test_a_replicated_weight_inside_a_split_layer_gets_its_whole_gradient(data: int, tensor: int) -> None:
-    """Each rank's autograd knows of its own features alone; the declaration makes up for it."""
-    (alone,) = spawn(tensor_parallel, 1, 1, 1)
-    assert alone["layers.0.scale"][1].abs() > 1e-3
-    for found in spawn(tensor_parallel, data * tensor, data, tensor):
-        for name, (offsets, grad) in found.items():
-            box = tuple(slice(o, o + n) for o, n in zip(offsets, grad.shape, strict=True))
-            torch.testing.assert_close(grad, alone[name][1][box], rtol=1e-12, atol=1e-14)
+def split_layers_agree(topology: Topology) -> None:
+    """Each rank's autograd knows its own features alone: the declaration of ``scale`` makes up for it."""
+    whole = split_step(ALONE)
+    assert whole["layers.0.scale"][1].abs() > 1e-3
+    for name, (offsets, grad) in split_step(topology).items():
+        box = tuple(slice(o, o + n) for o, n in zip(offsets, grad.shape, strict=True))
+        torch.testing.assert_close(grad, whole[name][1][box], rtol=1e-12, atol=1e-14)
+    message = "layer 'layers.0': ScaledPair does not declare its parameter 'scale': write self.decl"
+    with pytest.raises(TypeError, match=message):
+        PipelineModule([LayerSpec(ScaledPair, axis_of(topology), declares=False)], topology=topology)
 
 
-def undeclared(rank: int) -> str:
-    topology = make_topology(Mesh(tensor=2), rank, torch.device("cpu"))
-    axis = TensorAxis(2, rank, topology.group("tensor"))
-    with pytest.raises(TypeError) as caught:
-        PipelineModule([LayerSpec(ScaledPair, axis, declares=False)], topology=topology, loss_fn=F.mse_loss)
-    return str(caught.value)
+STAGES: dict[int, list[tuple[int, dict]]] = {  # number of processes -> stages, and how the model is cut
+    2: [(2, {"num_virtual_stages": 3, "partition_method": "0,1,2,4,6,8,9"})],
+    4: [(4, {}), (2, {"num_virtual_stages": 2, "partition_method": "uniform"})],
+}
 
 
-def test_what_a_split_model_does_not_declare_is_refused_at_construction() -> None:
-    for message in spawn(undeclared, 2):
-        assert message.startswith(
-            "layer 'layers.0': ScaledPair does not declare its parameter 'scale': write self.decl"
-        )
+def every_layout(rank: int, nproc: int) -> list[set[str]]:
+    torch.set_default_dtype(torch.float64)
+    split_layers_agree(make_topology(Mesh(data=nproc // 2, tensor=2), rank, torch.device("cpu")))
+    return [stages_agree(stages, nproc // stages, options) for stages, options in STAGES[nproc]]
+
+
+@pytest.mark.parametrize("nproc", STAGES)
+def test_stages_and_split_layers_agree_with_one_process(nproc: int) -> None:
+    """fp64 to 1e-12, whatever the cut; what a split model does not declare is refused at construction."""
+    for of_ranks in zip(*spawn(every_layout, nproc, nproc), strict=True):
+        assert set().union(*of_ranks) == {
+            *("tied.ends.weight", "tied.ends.bias", "layers.2.weight", "layers.2.bias", "middle.weight", "middle.bias"),
+            *("layers.5.weight", "layers.5.bias", "layers.7.weight"),
+        }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gptpar.model import linear
-from gptpar.tensor_parallel import ALONE, products
+from gptpar.tensor_parallel import ALONE, TensorAxis, products
 from gptpar.tensor_parallel.products import product
 from tests.ranks.test_tensor_parallel import LLAMA, Result, assert_equal, axis_of, build, loss_and_whole_gradients
 from tests.spawn import spawn
@@ -48,23 +48,26 @@ def in_blocks(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: 
     return y if bias is None else y + bias
 
 
-def trained(rank: int, size: int, sequence_parallel: bool, format: str = "blocks") -> list[Result]:
-    """Loss and whole gradients of each model."""
-    results = []
+def trained(flags: str, axis: TensorAxis, number_format: str = "blocks") -> Result:
+    """Loss and whole gradients of a model."""
+    InBlocks.count = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(products.FORMATS, "blocks", in_blocks)
-        patch.setattr(linear, "PLAIN", format)
-        for flags in FLAGS:
-            axis, InBlocks.count = (axis_of(rank, size, sequence_parallel) if size > 1 else ALONE), 0
-            results.append(loss_and_whole_gradients(build(flags, axis), axis, ()))
-            assert InBlocks.count == (NUM_PRODUCTS if format == "blocks" else 0)
-    return results
+        patch.setattr(linear, "PLAIN", number_format)
+        found = loss_and_whole_gradients(build(flags, axis), axis, ())
+    assert InBlocks.count == (NUM_PRODUCTS if number_format == "blocks" else 0)
+    return found
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_format_with_scales_of_blocks_computes_the_same_on_two_ranks(sequence_parallel: bool) -> None:
-    alone, plain = trained(0, 1, False), trained(0, 1, False, products.PLAIN)
-    for number, found in enumerate(spawn(trained, 2, 2, sequence_parallel)[0]):
-        assert_equal(found, alone[number], FLAGS[number])
-        name = next(name for name in found[1] if name.endswith("qkv.weight"))
-        assert (found[1][name] - plain[number][1][name]).norm() > 1e-3 * plain[number][1][name].norm()  # it rounds
+def trained_by_two(rank: int) -> list[list[Result]]:
+    """Of each model: without and with sequence parallelism."""
+    return [[trained(flags, axis_of(rank, 2, split)) for split in (False, True)] for flags in FLAGS]
+
+
+def test_a_format_with_scales_of_blocks_computes_the_same_on_two_ranks() -> None:
+    for flags, results in zip(FLAGS, spawn(trained_by_two, 2)[0], strict=True):
+        alone, plain = trained(flags, ALONE), trained(flags, ALONE, products.PLAIN)
+        for found in results:
+            assert_equal(found, alone, flags)
+        name = next(name for name in plain[1] if name.endswith("qkv.weight"))
+        assert (alone[1][name] - plain[1][name]).norm() > 1e-3 * plain[1][name].norm()  # it rounds

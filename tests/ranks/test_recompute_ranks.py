@@ -14,8 +14,18 @@ from tests.spawn import spawn
 from tests.unit.pipeline.recomputed import FromArray, gradients, layer
 
 
+def twice(rank: int, size: int) -> None:
+    """The backward pass may be run again over a kept graph, which gathers again."""
+    x = torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
+    y = recomputed(torch.exp, x * 1, keep=Keep(partition=(dist.group.WORLD, rank, size))).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert x.grad is not None and float(x.grad.sum()) == pytest.approx(6 * np.exp(2.0), rel=1e-14)
+
+
 def partitioned(rank: int, size: int, to_cpu: bool) -> tuple[list[bool], list[int], list[bool]]:
     """Whether the whole input is held without and with partitioning, what is held instead, which numbers agree."""
+    twice(rank, size)
     keep = Keep(partition=(dist.group.WORLD, rank, size), host=HostActivations() if to_cpu else None)
     whole_is_held, outputs = [], []
     for how in (Keep(), keep):
@@ -38,17 +48,3 @@ def test_each_rank_keeps_its_share_and_the_numbers_stay_the_same(size: int, to_c
         assert whole_is_held == [True, False]
         assert kept == [-(-35 // size)]
         assert same == [True] * 6
-
-
-def twice(rank: int) -> float:
-    """The backward pass may be run again over a kept graph, which gathers again."""
-    x = torch.full((3,), 2.0, dtype=torch.float64, requires_grad=True)
-    y = recomputed(torch.exp, x * 1, keep=Keep(partition=(dist.group.WORLD, rank, 2))).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert x.grad is not None
-    return float(x.grad.sum())
-
-
-def test_a_kept_graph_can_be_used_twice() -> None:
-    assert spawn(twice, 2) == pytest.approx([6 * np.exp(2.0)] * 2, rel=1e-14)

@@ -34,12 +34,6 @@ def _use(rank: int, root: Path) -> None:
     assert [number for number, _ in find_checkpoints(root)] == [9, 2]
 
 
-def test_refusals_and_losses_are_told_to_every_process(tmp_path: Path) -> None:
-    for number in (2, 4):
-        save_checkpoint(tmp_path, number, {"w": torch.zeros(2)}, {})
-    spawn(_use, 2, tmp_path)
-
-
 def _on_disks_of_their_own(rank: int, root: Path) -> list[str]:
     folder.SEEN_SECONDS = 0.3
     mine = root / f"machine{rank}" / "run"  # the same path on each machine would be two disks
@@ -48,7 +42,15 @@ def _on_disks_of_their_own(rank: int, root: Path) -> list[str]:
     return [str(error.value), *(path.name for path in mine.parent.glob("run/*"))]
 
 
-def test_a_folder_that_the_machines_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    everyone = spawn(_on_disks_of_their_own, 2, tmp_path)
+def _both(rank: int, root: Path) -> list[str]:
+    _use(rank, root / "run")
+    return _on_disks_of_their_own(rank, root)
+
+
+def test_refusals_and_losses_of_a_folder_are_told_to_every_process(tmp_path: Path) -> None:
+    """Also that the machines do not share it, before the first step."""
+    for number in (2, 4):
+        save_checkpoint(tmp_path / "run", number, {"w": torch.zeros(2)}, {})
+    everyone = spawn(_both, 2, tmp_path)
     assert everyone[0] == everyone[1] and len(everyone[0]) == 1
     assert f"{tmp_path}/machine1/run on" in everyone[0][0] and "that all machines share" in everyone[0][0]

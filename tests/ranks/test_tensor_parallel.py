@@ -24,10 +24,8 @@ UNTIED = "--untie-embeddings-and-output-weights"
 MODELS = {  # flags, and which fields the micro-batch has beside labels
     "gpt2": ("", ()),
     "llama": (f"{LLAMA} {UNTIED} --num-query-groups 2", ()),
-    "untied": (UNTIED, ()),
     "head norms": ("--qk-layernorm", ()),
     "llama with head norms": (f"{LLAMA} {UNTIED} --num-query-groups 2 --qk-layernorm", ("loss_mask",)),
-    "masked": ("", ("loss_mask",)),
     "documents": ("", ("loss_mask", "position_ids", "cu_seqlens")),
     "rotary documents": ("--position-embedding-type rope", ("position_ids", "cu_seqlens")),
 }
@@ -54,15 +52,29 @@ OPTIONS = {  # the same of options that few models have
     "untied, z-loss": (f"{UNTIED} --z-loss-weight 0.1", ()),
     "muP": (f"{UNTIED} --mup --mup-base-hidden-size 8 --mup-base-kv-channels 4", ()),
 }
-AGAIN = {"GEGLU": ("mlp_act",), "norm of all heads": ("mlp_act", "layernorm"), "norms after": ("mlp_act",)}
+DROPOUTS = {  # whose masks are the whole model's
+    "dropped hidden states": ("--hidden-dropout 0.5", ()),
+    "dropped attention": ("--attention-dropout 0.5", ()),
+    "dropout of groups": ("--attention-dropout 0.3 --hidden-dropout 0.2 --num-query-groups 2", ()),
+    "dropout in documents": ("--attention-dropout 0.3 --hidden-dropout 0.2", ("cu_seqlens",)),
+}
+THREE = "--num-attention-heads 3 --hidden-size 24 --ffn-hidden-size 96 --seq-length 24 --swiglu"
+UNEVEN = {"64 pieces over three ranks": (THREE, ("loss_mask",))}
+EVERY = MODELS | OPTIONS | DROPOUTS | UNEVEN
+AGAIN = {
+    "GEGLU": ("mlp_act",),
+    "norm of all heads": ("mlp_act", "layernorm"),
+    "norms after": ("mlp_act",),
+    "dropout of groups": ("core_attn", "mlp"),
+}
 """What split models compute again; the whole ones keep it."""
-SAMPLES, LENGTH = 2, 16
+SAMPLES = 2
 EDGES = torch.tensor([15, 16, 20, 21, 31, 32, 41, 42, 47, 48])
 """The last and first pieces of neighbouring ranks' shares of 64, for two, three and four ranks."""
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
 
-def micro_batch(wanted: tuple[str, ...], length: int = LENGTH) -> tuple[torch.Tensor, dict[str, Any]]:
+def micro_batch(wanted: tuple[str, ...], length: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Tokens, and the fields that the layers want; two documents a sample, cut at different places."""
     tokens = random_tokens(SAMPLES, length, 60)
     tokens[0, 1 : 1 + len(EDGES)] = EDGES
@@ -92,7 +104,7 @@ def build(flags: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Stag
             full = full.narrow(split.dim, split.start, parameter.shape[split.dim])
         storage[name] = full.clone()
     stage.place(storage)
-    return stage
+    return stage.train()
 
 
 def global_splits(stage: Stage) -> dict[str, Any]:
@@ -100,7 +112,7 @@ def global_splits(stage: Stage) -> dict[str, Any]:
     return {name: info.placement.value[TENSOR] for name, info in infos.items() if info.placement.value}
 
 
-def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = LENGTH) -> Result:
+def loss_and_whole_gradients(stage: Stage, axis: TensorAxis, wanted: tuple[str, ...], length: int = 16) -> Result:
     """Gradients put together from the shares; those of whole parameters are summed where that is declared."""
     tokens, fields = micro_batch(wanted, length)
     seeds = seed_fields(layers_with_dropout(stage.specs), 7, 0, 0, torch.device("cpu"))
@@ -127,16 +139,21 @@ def axis_of(rank: int, size: int, sequence_parallel: bool) -> TensorAxis:
     return TensorAxis(size, rank, dist.group.WORLD, sequence_parallel)
 
 
+def loss_and_gradients_of(name: str, axis: TensorAxis, recompute: tuple[str, ...] = ()) -> Result:
+    flags, wanted = EVERY[name]
+    length = 24 if name in UNEVEN else 16  # that all ranks can share
+    return loss_and_whole_gradients(build(flags, axis, recompute), axis, wanted, length)
+
+
 def split_models(rank: int, size: int, names: list[str]) -> dict[tuple[str, bool], Result]:
     """Every model with and without sequence parallelism, its loss in several chunks of tokens."""
+    torch.manual_seed(rank)  # of no effect
     cross_entropy.CHUNK_BYTES["cpu"] = 64 * 8 * 5
     found = {}
     for name in names:
-        flags, wanted = (MODELS | OPTIONS)[name]
         for sequence_parallel in (False, True):
             axis = axis_of(rank, size, sequence_parallel)
-            stage = build(flags, axis, AGAIN.get(name, ()))
-            found[name, sequence_parallel] = loss_and_whole_gradients(stage, axis, wanted)
+            found[name, sequence_parallel] = loss_and_gradients_of(name, axis, AGAIN.get(name, ()))
     return found
 
 
@@ -149,127 +166,53 @@ def assert_equal(got: Result, wanted: Result, what: object) -> None:
         )
 
 
-@pytest.mark.parametrize("size", [2, 4])
+NAMES = {
+    2: [*MODELS, *OPTIONS, *DROPOUTS],
+    3: list(UNEVEN),
+    4: ["gpt2", "documents", "norm of all heads", "capped logits, z-loss", "ranks of padding alone"],
+}
+
+
+@pytest.mark.parametrize("size", NAMES)
 def test_split_models_equal_the_whole_one(size: int) -> None:
-    names = [name for name in MODELS if size == 2 or "llama" not in name]  # two groups do not go to four ranks
-    check_split_models(size, names)
-
-
-@pytest.mark.parametrize(
-    ("size", "names"),
-    [(2, list(OPTIONS)), (4, ["norm of all heads", "capped logits, z-loss", "ranks of padding alone"])],
-)
-def test_split_options_equal_the_whole_ones(size: int, names: list[str]) -> None:
-    check_split_models(size, names)
-
-
-def check_split_models(size: int, names: list[str]) -> None:
-    expected = {}
-    for name in names:
-        flags, wanted = (MODELS | OPTIONS)[name]
-        expected[name] = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), wanted)
+    names = NAMES[size]
+    expected = {name: loss_and_gradients_of(name, TensorAxis()) for name in names}
     for rank, results in enumerate(spawn(split_models, size, size, names)):
         assert len(results) == 2 * len(names)
         for (name, sequence_parallel), got in results.items():
             assert_equal(got, expected[name], (name, sequence_parallel, rank))
 
 
-THREE = "--num-attention-heads 3 --hidden-size 24 --ffn-hidden-size 96 --seq-length 24 --swiglu"
+COLLECTIVES = sum_over, copy_to, gather_tokens, scatter_sum_tokens
+COMPILED = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2 --qk-layernorm "
+COMPILED += "--qk-layernorm-scope width --norm-placement peri --attention-output-gate"
 
 
-def three_ranks(rank: int) -> tuple[int, dict[bool, Result]]:
-    """64 pieces over three ranks, a length that three ranks can share."""
-    cross_entropy.CHUNK_BYTES["cpu"] = 64 * 8 * 5
-    rows, found = 0, {}
-    for sequence_parallel in (False, True):
-        axis = axis_of(rank, 3, sequence_parallel)
-        stage = build(THREE, axis)
-        rows = stage.global_parameters()["embedding.weight"].shape[0]
-        found[sequence_parallel] = loss_and_whole_gradients(stage, axis, ("loss_mask",), 24)
-    return rows, found
-
-
-def test_an_uneven_vocabulary() -> None:
-    expected = loss_and_whole_gradients(build(THREE, TensorAxis()), TensorAxis(), ("loss_mask",), 24)
-    answers = spawn(three_ranks, 3)
-    assert [rows for rows, _ in answers] == [21, 21, 22]
-    for rank, (_, results) in enumerate(answers):
-        for sequence_parallel, got in results.items():
-            assert_equal(got, expected, (sequence_parallel, rank))
-
-
-ONE_BLOCK = "--num-layers 1 --normalization RMSNorm --swiglu --num-query-groups 2"
-NORMS = "--qk-layernorm --qk-layernorm-scope width --norm-placement peri --attention-output-gate"
-
-
-def compiled(rank: int, backend: str) -> dict[tuple[str, bool], Result]:
-    found = {}
-    for flags, sequence_parallel in ((ONE_BLOCK, True), (f"{ONE_BLOCK} {NORMS}", False)):
-        axis = axis_of(rank, 2, sequence_parallel)
-        stage = build(flags, axis)
-        with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
-            stage.compile_layers(["layers.0"])
-        found[flags, sequence_parallel] = loss_and_whole_gradients(stage, axis, ())
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(found)
+def compiled(rank: int, backend: str) -> Result:
+    """A block's loss and gradients; those of each collective are compared here."""
+    axis = axis_of(rank, 2, False)
+    for collective in COLLECTIVES:
+        calls = [lambda x, through=collective: through(x.sin() * 2, axis).cos().sum()]
+        calls.append(torch.compile(calls[0], backend=backend))
+        x = torch.arange(8.0).view(4, 2).add(rank).requires_grad_()
+        one, other = (torch.autograd.grad(call(x), x)[0] for call in calls)
+        torch.testing.assert_close(one, other)
+        assert one.any()
+    axis, graphs = axis_of(rank, 2, True), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    stage = build(COMPILED, axis)
+    with patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend=backend)):
+        stage.compile_layers(["layers.0"])
+    found = loss_and_whole_gradients(stage, axis, ())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > graphs
     return found
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiled_blocks_give_the_same(backend: str) -> None:
+def test_a_compiled_block_and_compiled_collectives_give_the_same(backend: str) -> None:
     """inductor compiles C++ for a minute; the other backend traces forward and backward passes as it does."""
-    for rank, results in enumerate(spawn(compiled, 2, backend, timeout_s=900.0)):
-        for (flags, sequence_parallel), got in results.items():
-            expected = loss_and_whole_gradients(build(flags, TensorAxis()), TensorAxis(), ())
-            assert_equal(got, expected, ("compiled", flags, sequence_parallel, rank))
-
-
-COLLECTIVES = sum_over, copy_to, gather_tokens, scatter_sum_tokens
-
-
-def gradients_through(rank: int) -> list[list[torch.Tensor]]:
-    """Of each collective: without and with a compiler."""
-    axis, found = axis_of(rank, 2, False), []
-    for collective in COLLECTIVES:
-        calls = [lambda x, through=collective: through(x.sin() * 2, axis).cos().sum()]
-        calls.append(torch.compile(calls[0], backend="eager"))
-        x = torch.arange(8.0).view(4, 2).add(rank).requires_grad_()
-        found.append([torch.autograd.grad(call(x), x)[0] for call in calls])
-    return found
-
-
-def test_compiled_collectives_have_gradients() -> None:
-    for found in spawn(gradients_through, 2):
-        assert all(torch.equal(one, compiled) and one.any() for one, compiled in found)
-
-
-DROPOUTS = {  # flags, recomputed modules, and which fields the micro-batch has beside labels
-    "hidden states": ("--hidden-dropout 0.5", (), ()),
-    "attention": ("--attention-dropout 0.5", (), ()),
-    "groups": ("--attention-dropout 0.3 --hidden-dropout 0.2 --num-query-groups 2", ("core_attn", "mlp"), ()),
-    "documents": ("--attention-dropout 0.3 --hidden-dropout 0.2", (), ("cu_seqlens",)),
-}
-
-
-def dropped(rank: int) -> dict[tuple[str, bool], Result]:
-    torch.manual_seed(rank)  # of no effect
-    found = {}
-    for name, (flags, recomputed_modules, wanted) in DROPOUTS.items():
-        for sequence_parallel in (False, True):
-            axis = axis_of(rank, 2, sequence_parallel)
-            stage = build(flags, axis, recomputed_modules).train()
-            found[name, sequence_parallel] = loss_and_whole_gradients(stage, axis, wanted)
-    return found
-
-
-def test_dropouts_masks_are_the_whole_models() -> None:
-    expected = {
-        name: loss_and_whole_gradients(build(flags, TensorAxis()).train(), TensorAxis(), wanted)
-        for name, (flags, _, wanted) in DROPOUTS.items()
-    }
-    for rank, results in enumerate(spawn(dropped, 2)):
-        assert len(results) == 2 * len(DROPOUTS)
-        for (name, sequence_parallel), got in results.items():
-            assert_equal(got, expected[name], (name, sequence_parallel, rank))
+    expected = loss_and_whole_gradients(build(COMPILED, TensorAxis()), TensorAxis(), ())
+    for rank, found in enumerate(spawn(compiled, 2, backend, timeout_s=900.0)):
+        assert_equal(found, expected, ("compiled", rank))
 
 
 @pytest.mark.fast

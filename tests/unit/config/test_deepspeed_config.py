@@ -14,9 +14,6 @@ from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, parsed_with, p
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
 
 
-# --- the example ----------------------------------------------------------------------------------------------------
-
-
 def test_the_example_resolves() -> None:
     parsed = parse_flags(f"{MODEL} --deepspeed --deepspeed_config {EXAMPLE}".split())
     config, derived = resolve(parsed, 4)
@@ -28,9 +25,8 @@ def test_the_example_resolves() -> None:
     assert (o.clip_grad, config.logging.log_interval) == (1.0, 10)
     reasons = {d.name: d.reason for d in derived}
     assert reasons["zero stage"] == f"{EXAMPLE}: zero_optimization.stage"
-    assert reasons["cpu optimizer ratio"] == (
-        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here: this share of the elements, at every ZeRO "
-        "stage"
+    assert reasons["cpu optimizer ratio"].startswith(
+        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here"
     )
     assert reasons["micro batches per step"] == "batch 32 / (micro-batch 4 x 4 data-parallel process(es))"
     assert [note.split(": ")[0] for note in parsed.without_effect] == [
@@ -43,7 +39,24 @@ def test_the_example_resolves() -> None:
     ]
 
 
-# --- JSON with comments ---------------------------------------------------------------------------------------------
+def test_a_file_of_a_small_gpt_under_zero_3_with_offload_resolves(folder: Path) -> None:
+    file = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "weight_decay": 3e-7}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
+        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "num_checkpoints": 4},
+        "zero_optimization": {
+            "stage": 3,
+            "contiguous_gradients": True,
+            "all_reduce_bucket_size": 5e8,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu"},
+        },
+    }
+    config, _ = resolved(file)
+    assert (config.batch.micro_batch_size, config.parallel.zero_stage, config.precision.dtype) == (4, 3, "fp16")
+    assert config.offload.ratio == 1.0 and config.offload.cpu_parameters
 
 
 def test_comments_and_trailing_commas() -> None:
@@ -59,13 +72,6 @@ def test_a_key_given_twice_in_looser_json_is_named_once() -> None:
     pytest.importorskip("hjson")
     with pytest.raises(JsonError, match="given twice in one object: x$"):
         read_object('{"a": {"x": 1, "x": 2}, b: 1}')
-
-
-def test_a_schedule_without_a_type_is_without_effect(folder: Path) -> None:
-    for kind in ({}, {"type": None}):
-        parsed = parsed_with({**BATCH, **RATE, "scheduler": {**kind, "params": {"warmup_num_steps": 10}}})
-        assert parsed.problems == [] and parsed.flags.optimizer.scheduler is None
-        assert parsed.without_effect == ["scheduler.params: there is no scheduler.type"]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +93,6 @@ def test_text_that_cannot_be_read_is_told_with_its_place(
     with pytest.raises(JsonError) as caught:
         read_object(text)
     assert str(caught.value).startswith(expected)
-
-
-# --- batches --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -122,57 +125,39 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
     assert derived["global batch size"].reason == "micro-batch 2 x 1 data-parallel process(es) x 4 a step"
 
 
-@pytest.mark.parametrize(
-    ("file", "flags", "expected"),
-    [
-        (
-            {"train_batch_size": 64, **BATCH},
-            "",
-            "ds.json: train_batch_size 64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 "
-            "data-parallel process(es) = 32: drop one of the three, or make them agree.",
-        ),
-        (
-            BATCH,
-            "--micro-batch-size 1",
-            "ds.json: train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them, "
-            "or make them agree.",
-        ),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
-    assert problems({**file, **RATE}, flags) == [expected]
-
-
-# --- the rest -------------------------------------------------------------------------------------------------------
+def test_batch_sizes_that_contradict_each_other(folder: Path) -> None:
+    (told,) = problems({"train_batch_size": 64, **BATCH, **RATE})
+    assert "64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 data-parallel" in told
+    assert "= 32: drop one of the three, or make them agree." in told
+    (told,) = problems({**BATCH, **RATE}, "--micro-batch-size 1")
+    assert "train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them" in told
 
 
 def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
     file = {
         "prescale_gradients": True,
-        "wall_clock_breakdown": False,
         "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
         "activation_checkpointing": {"partition_activations": True},
         "data_types": {"grad_accum_dtype": "bf16"},
         "communication_data_type": "bf16",
-        "amp": {"enabled": False},
         "zero_optimization": {"stage3_max_live_parameters": 1e9, "zero_hpz_partition_size": 8},
         "fp16": {"enabled": True, "opt_level": "O2"},
-        "pipeline": {"schedule": "1f1b", "num_stages": 2},
+        "pipeline": {"schedule": "1f1b"},
+        "scheduler": {"type": None, "params": {"warmup_num_steps": 10}},
     }
     parsed = parsed_with({**BATCH, **RATE, **file})
     assert parsed.problems == [] and parsed.flags.parallel.grad_reduce_in_bf16
-    assert parsed.without_effect == [
-        "prescale_gradients: the loss is divided before the backward pass",
-        "wall_clock_breakdown: iteration time and throughput are always measured; see gptpar benchmark --breakdown",
-        "tensorboard: it is off",
+    assert parsed.flags.optimizer.scheduler is None
+    assert sorted(parsed.without_effect) == [
+        "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
         "data_types.grad_accum_dtype: gradients are always summed in fp32",
-        "amp: it is off",
-        "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
-        "zero_optimization.zero_hpz_partition_size: parameters are divided over all processes; it changes no number",
         "fp16.opt_level: it is for Apex (amp), which DeepSpeed does not use with fp16",
         "pipeline.schedule: DeepSpeed has no such key, and ignores it",
-        "pipeline.num_stages: DeepSpeed has no such key, and ignores it",
-        "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
+        "prescale_gradients: the loss is divided before the backward pass",
+        "scheduler.params: there is no scheduler.type",
+        "tensorboard: it is off",
+        "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
+        "zero_optimization.zero_hpz_partition_size: parameters are divided over all processes; it changes no number",
     ]
 
 
@@ -185,10 +170,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"zero_optimization": 2}, "zero_optimization is 2: an object in braces is needed."),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
         ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": true or false is needed.'),
-        (
-            {"communication_data_type": "fp8"},
-            'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is needed.',
-        ),
+        ({"communication_data_type": "fp8"}, 'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is'),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: master wei"),
     ],
 )

@@ -16,6 +16,10 @@ OFF = [
     {"tensor_parallel": {"autotp_size": 1}},
     {"timers": {"throughput": {"enabled": True}}},
     {"wandb": {"enabled": False, "project": "p"}},
+    {"amp": {"enabled": False}},
+    {"wall_clock_breakdown": False},
+    {"pipeline": {"num_stages": 2}},
+    {"scheduler": {"params": {"warmup_num_steps": 10}}},
     {"a_key_of_nobody": 3},
 ]
 
@@ -41,9 +45,8 @@ def test_monitors_and_the_profiler_do_what_they_say(folder: Path) -> None:
     assert (log.wandb_project, log.wandb_entity, log.wandb_group) == ("p", "t", None)
     by_both = resolved({**BATCH, **RATE, "wandb": {"enabled": True}}, "--wandb-entity e")[0].logging
     assert (by_both.wandb_project, by_both.wandb_entity) == ("deepspeed", "e")
-    assert (
-        resolved({**BATCH, **RATE, "tensorboard": {"enabled": True}})[0].logging.tensorboard_dir == "DeepSpeedJobName"
-    )
+    unnamed = resolved({**BATCH, **RATE, "tensorboard": {"enabled": True}})[0].logging
+    assert unnamed.tensorboard_dir == "DeepSpeedJobName"
     (told,) = problems({**BATCH, **RATE, **file}, "--wandb-project q")
     assert told.endswith("but --wandb-project q is given, too: drop one of them, or make them agree.")
 
@@ -80,9 +83,6 @@ def test_every_key_has_one_rule_at_a_door() -> None:
         assert len(places) == len(set(places))
 
 
-# --- Number formats, ZeRO and offload of DeepSpeed's JSON -----------------------------------------------------------
-
-
 def test_fp16_scales_as_in_deepspeed(folder: Path) -> None:
     fp16 = {"enabled": True, "loss_scale": 0, "loss_scale_window": 500, "hysteresis": 3, "min_loss_scale": 2}
     p = resolved({**BATCH, **RATE, "fp16": fp16})[0].precision
@@ -105,8 +105,7 @@ def test_offload_of_the_optimizer(folder: Path) -> None:
     legacy = {**BATCH, **RATE, "zero_optimization": {"cpu_offload": True}}
     assert resolved(legacy)[0].offload.cpu_optimizer
 
-
-def test_optimizer_state_on_a_disk(folder: Path) -> None:
+    # its state on a disk
     config, _ = resolved(offload(device="nvme", nvme_path=str(folder)))
     assert config.offload.cpu_optimizer and config.offload.optimizer_nvme_path == str(folder)
     assert resolved(offload(device="cpu", nvme_path="/nowhere"))[0].offload.optimizer_nvme_path is None

@@ -14,14 +14,9 @@ from tests.unit.config.deepspeed_files import BATCH, RATE, parsed_with, problems
 def test_an_optimizer_without_weight_decay_has_none_as_in_deepspeed(folder: Path) -> None:
     config, derived = resolved({**BATCH, **RATE})
     assert config.optimizer.weight_decay == 0.0
-    assert derived["weight decay"].reason == (
-        "ds.json: optimizer.params.weight_decay; of matrices, not of biases and norms; absent, so DeepSpeed's default"
-    )
-    assert (derived["clip grad"].value, derived["clip grad"].reason) == (
-        1.0,
-        "ds.json: gradient_clipping; absent, so DeepSpeed's default since its 0.19.3 (change of June 2026); before "
-        "that it did not clip: write 0.0 to do as it did then",
-    )
+    assert derived["weight decay"].reason.endswith("absent, so DeepSpeed's default")
+    assert derived["clip grad"].value == 1.0
+    assert "default since its 0.19.3" in derived["clip grad"].reason and "write 0.0" in derived["clip grad"].reason
     config, derived = resolved({**BATCH, **RATE}, "--weight-decay 0.2 --clip-grad 0.5")
     assert (config.optimizer.weight_decay, config.optimizer.clip_grad) == (0.2, 0.5)
     assert "weight decay" not in derived
@@ -37,10 +32,8 @@ def test_flags_make_the_optimizer_where_they_give_its_rate(folder: Path) -> None
         assert (ours.optimizer, ours.lr, ours.adam_beta1, ours.adam_beta2) == ("adam", 1e-4, 0.9, 0.95)
         assert (ours.adam_eps, ours.weight_decay, ours.clip_grad) == (1e-8, 0.01, 1.0)
         assert "weight decay" not in derived
-        assert parsed_with(file, "--lr 1e-4").without_effect == [
-            "optimizer: --lr 0.0001 is given, on the command line or in the file of --config, so flags make the "
-            "optimizer, as in Megatron-DeepSpeed; without it this section does"
-        ]
+        (told,) = parsed_with(file, "--lr 1e-4").without_effect
+        assert told.startswith("optimizer: --lr 0.0001 is given") and "so flags make the optimizer" in told
 
 
 def linear(kind: str, **params: object) -> dict[str, Any]:
@@ -79,56 +72,48 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
     assert rates(linear("WarmupCosineLR", total_num_steps=1100), 1100) == pytest.approx([6e-8])
 
 
+def optimizer(kind: str, **params: object) -> dict[str, Any]:
+    return {**BATCH, "optimizer": {"type": kind, "params": {"lr": 1e-3, **params}}}
+
+
 @pytest.mark.parametrize(
-    ("file", "flags", "expected"),
+    ("file", "flags", "told"),
     [
         (
-            {"optimizer": {"type": "Lamb", "params": {"lr": 1e-3, "max_coeff": 0.3}}},
+            optimizer("Lamb", max_coeff=0.3),
             "",
-            'ds.json: optimizer.type is "Lamb", and gptpar\'s optimizers are AdamW, Lion and Muon: set it to one of '
-            "these, or leave optimizer out and give --lr, --weight-decay, --adam-beta1, --adam-beta2 and --adam-eps.",
+            'type is "Lamb", and gptpar\'s optimizers are AdamW, Lion and Muon: set',
         ),
         (
-            {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "adam_w_mode": False, "weight_decay": 0.1}}},
+            optimizer("Adam", adam_w_mode=False, weight_decay=0.1),
             "",
-            "ds.json: optimizer.params.adam_w_mode is false: Adam would add the weight decay 0.1 to the gradient, and "
-            "gptpar takes it off the weights (AdamW); drop adam_w_mode, or set weight_decay to 0.",
+            "adam_w_mode is false: Adam would add the weight d",
         ),
         (
-            linear("WarmupDecayLR", total_num_steps=1000),
+            linear("WarmupDecayLR", total_num_steps=9),
             "",
-            "ds.json: scheduler.params.warmup_max_lr is absent, so DeepSpeed would train at 0.001 and not at "
-            "optimizer.params.lr 0.0006: give it.",
+            "warmup_max_lr is absent, so DeepSpeed would train at 0.001 and",
         ),
-        (
-            linear("WarmupLR"),
-            "--lr-decay-style cosine",
-            'ds.json: scheduler.type is "WarmupLR", but --lr-decay-style cosine is given, too, and DeepSpeed follows '
-            "the file before 0.14.5, flags since: drop one of them, or make them agree.",
-        ),
+        (linear("WarmupLR"), "--lr-decay-style cosine", "--lr-decay-style cosine is given, too, and DeepSpeed follows"),
     ],
 )
 def test_what_gptpars_optimizer_and_schedule_cannot_be(
-    folder: Path, file: dict[str, Any], flags: str, expected: str
+    folder: Path, file: dict[str, Any], flags: str, told: str
 ) -> None:
-    assert problems({**BATCH, **file}, flags) == [expected]
+    (problem,) = problems(file, flags)
+    assert problem.startswith("ds.json: ") and told in problem
 
 
 # --- DeepSpeed's Muon in a configuration of ``gptpar pretrain`` -----------------------------------------------------
 
 
-def muon(params: dict[str, Any]) -> dict[str, Any]:
-    """A file with this Muon."""
-    return {**BATCH, "optimizer": {"type": "Muon", "params": params}}
-
-
-def read(params: dict[str, Any]) -> OptimizerConfig:
+def muon(params: dict[str, Any]) -> OptimizerConfig:
     """The optimizer of a run with this Muon."""
-    return resolved(muon(params))[0].optimizer
+    return resolved({**BATCH, "optimizer": {"type": "Muon", "params": params}})[0].optimizer
 
 
 def test_it_has_deepspeeds_settings(folder: Path) -> None:
-    o = read({"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "ns_method": "gram"})
+    o = muon({"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9, "ns_method": "gram"})
     assert (o.optimizer, o.lr, o.muon_lr, o.weight_decay, o.muon_momentum) == ("muon", 0.02, 0.02, 0.1, 0.9)
     assert (o.muon_coefficient_type, o.muon_num_ns_steps, o.muon_scale_mode) == ("simple", 5, "shape_scaling")
     assert (o.muon_extra_scale_factor, o.muon_nesterov, o.muon_qkv) == (1.0, True, "split")
@@ -136,16 +121,16 @@ def test_it_has_deepspeeds_settings(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("params", "adam", "muon"),
+    ("params", "rates"),
     [
-        ({"lr": 1e-3}, 1e-3, 1e-3),
-        ({"lr": 1.0, "adam_lr": 3e-4, "muon_lr": 0.02}, 3e-4, 0.02),
-        ({"adam_lr": 3e-4, "muon_lr": 0.02, "per_head_muon": True}, 3e-4, 0.02),
+        ({"lr": 1e-3}, (1e-3, 1e-3)),
+        ({"lr": 1.0, "adam_lr": 3e-4, "muon_lr": 0.02}, (3e-4, 0.02)),
+        ({"adam_lr": 3e-4, "muon_lr": 0.02, "per_head_muon": True}, (3e-4, 0.02)),
     ],
 )
 def test_rates_of_one_kind_overrule_the_rate_of_both(
-    folder: Path, params: dict[str, Any], adam: float, muon: float
+    folder: Path, params: dict[str, Any], rates: tuple[float, float]
 ) -> None:
-    o = read(params)
-    assert (o.lr, o.muon_lr) == (adam, muon)
+    o = muon(params)
+    assert (o.lr, o.muon_lr) == rates
     assert o.muon_qkv == ("heads" if "per_head_muon" in params else "split")

@@ -25,7 +25,7 @@ def parsed(folder: Path, text: str, words: str = "") -> ParsedFlags:
 
 
 def samples(one: FlagField) -> list[list[str]]:
-    """Command lines with this flag alone."""
+    """The words of this flag, with each kind of value that it takes."""
     spec, kind = one.spec, one.kind
     name = flag_name(spec.name)
     if kind.scalar is bool:
@@ -37,21 +37,17 @@ def samples(one: FlagField) -> list[list[str]]:
     return [[name, *values], *([name, value] for value in values)] if kind.several else [[name, v] for v in values]
 
 
-@pytest.mark.slow
-def test_every_flag_survives_its_file(tmp_path: Path) -> None:
-    for one, words in ((field, words) for field in FIELDS for words in samples(field)):
-        typed = parse_flags(words)
-        again = parsed(tmp_path, run_file_text(typed.typed))
-        assert one.key in typed.given or typed.refused, words
-        assert (again.typed, again.flags, again.given) == (typed.typed, typed.flags, typed.given), words
-
-
-def test_all_flags_together_survive_their_file(tmp_path: Path) -> None:
-    words = [word for one in FIELDS if one.spec.name != "deepspeed_config" for word in samples(one)[0]]
-    typed = parse_flags(words)
-    text = run_file_text(typed.typed, "a comment\nof two lines")
-    assert parsed(tmp_path, text).flags == typed.flags and len(typed.typed) >= len(FIELDS) - 5
-    assert run_file_text(read_run_file(written(tmp_path, text)).values) == run_file_text(typed.typed)
+def test_every_value_of_every_flag_survives_its_file(tmp_path: Path) -> None:
+    """A command line has one value of each flag, the next one another: as many as the most that a flag takes."""
+    fields = [one for one in FIELDS if one.spec.name != "deepspeed_config"]
+    for number in range(max(len(samples(one)) for one in fields)):
+        said = {one.key: samples(one)[number % len(samples(one))] for one in fields}
+        typed = parse_flags([word for words in said.values() for word in words])
+        text = run_file_text(typed.typed, "a comment\nof two lines")
+        again = parsed(tmp_path, text)
+        assert said.keys() - typed.given <= typed.refused and len(typed.typed) >= len(FIELDS) - 20
+        assert (again.typed, again.flags, again.given) == (typed.typed, typed.flags, typed.given)
+        assert run_file_text(read_run_file(written(tmp_path, text)).values) == run_file_text(typed.typed)
 
 
 def test_keys_are_flags_flat_or_in_sections_and_the_command_line_wins(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from gptpar.checkpoint import newest_whole
 from gptpar.checkpoint.data_file import DataFile
 from gptpar.errors import CheckpointError, FolderTakenError, NotSavedError
 from gptpar.run.run_folder.owner import Owner
-from tests.unit.run.test_saving_runs import assert_same_tensors, iterations, losses, run
+from tests.unit.run.whole_runs import assert_same_tensors, iterations, losses, run
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
@@ -32,22 +32,22 @@ def fail(monkeypatch: pytest.MonkeyPatch, failing: Iterable[int]) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("flags", ["", pytest.param("--no-async-save", marks=pytest.mark.slow)])
 @pytest.mark.slow
 def test_one_failed_save_costs_a_run_nothing(
-    flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "whole", "--save-interval 2")
-    left = fail(monkeypatch, [4])
-    capsys.readouterr()
-    run(tmp_path / "run", f"--save-interval 2 {flags}")
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
-    assert not left and len(told) == 1
-    assert told[0].startswith(f"WARNING: the save of iteration 4 to {tmp_path / 'run'} failed: cannot write ")
-    assert "No space left on device. Older checkpoints are whole, and training goes on; the next save" in told[0]
-    assert iterations(tmp_path / "run") == [2, 6, 8] and not list((tmp_path / "run").glob("*.tmp-*"))
-    assert_same_tensors(tmp_path / "run/iter_0000008", tmp_path / "whole/iter_0000008")
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    whole = tmp_path / "whole"
+    run(whole, "--save-interval 2")
+    for name, flags in (("behind", ""), ("standing", "--no-async-save")):
+        folder, left = tmp_path / name, fail(monkeypatch, [4])
+        capsys.readouterr()
+        run(folder, f"--save-interval 2 {flags}")
+        (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("WARNING")]
+        assert not left and told.startswith(f"WARNING: the save of iteration 4 to {folder} failed: cannot write ")
+        assert "No space left on device. Older checkpoints are whole, and training goes on; the next save" in told
+        assert iterations(folder) == [2, 6, 8] and not list(folder.glob("*.tmp-*"))
+        assert_same_tensors(folder / "iter_0000008", whole / "iter_0000008")
+        assert losses(folder) == losses(whole)
 
 
 def test_a_run_whose_saves_keep_failing_ends_at_the_third(
@@ -66,9 +66,8 @@ def test_a_run_whose_saves_keep_failing_ends_at_the_third(
 
 def test_a_run_whose_last_save_fails_says_what_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(monkeypatch, [8, 8])
-    with pytest.raises(
-        NotSavedError, match="iteration 8, is not on the disk: no checkpoint of this run is on the disk"
-    ):
+    lost = "iteration 8, is not on the disk: no checkpoint of this run is on the disk"
+    with pytest.raises(NotSavedError, match=lost):
         run(tmp_path, "--save-interval 8")
     assert iterations(tmp_path) == []
 

@@ -1,17 +1,13 @@
 """``--train-minutes``: the number of steps fits the time, and a resumed run is the uninterrupted one."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from gptpar.checkpoint import latest, load_meta, read_tensors
-from gptpar.cli.pretrain import pretrain
-from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
+from gptpar.checkpoint import find_checkpoints, load_meta
+from gptpar.reporting.metrics_file import read_metrics
 from gptpar.run.fitted_length import FittedLength
-from tests.helpers import TINY
+from tests.unit.run.whole_runs import assert_same_tensors, run
 
 FITS = 24
 
@@ -24,19 +20,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(folder: Path, more: str = "") -> list[dict[str, float]]:
     """What metrics.jsonl holds after a run."""
-    flags = (
-        f"{TINY} --train-iters 500 --train-minutes 0.4 --lr-warmup-iters 12 --lr-decay-style cosine "
-        f"--save {folder} --load {folder} {more}"
-    )
-    config, derived = resolve(parse_flags(flags.split()), 1)
-    pretrain(config, derived, [])
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = latest(folder)
-    assert found is not None
-    return read_tensors(found[1] if isinstance(found, tuple) else found)
+    length = "--train-iters 500 --train-minutes 0.4 --lr-warmup-iters 12 --lr-decay-style cosine"
+    run(folder, f"{length} --log-interval 100 --load {folder} {more}")
+    return read_metrics(folder / "metrics.jsonl")
 
 
 @pytest.mark.slow
@@ -53,13 +39,15 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path: Path, capsys: pytest.C
     parts = train(tmp_path / "parts", "--train-minutes 9")  # decided already: other minutes change nothing
     for name in ("iteration", "lm_loss", "learning_rate"):
         assert [line[name] for line in parts] == [line[name] for line in whole]
-    expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    assert_same_tensors(*(find_checkpoints(tmp_path / name)[0][1] for name in ("whole", "parts")))
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path) -> None:
-    train(tmp_path, "--exit-interval 5")
+def test_a_run_that_stops_before_the_decision_has_none_yet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And no more time is left than the minutes, though the 500 steps that --train-iters allows would take seconds."""
+    train(tmp_path, "--train-minutes 0.0001 --exit-interval 5 --log-interval 1")
+    said = capsys.readouterr().out
+    assert said.count("ETA 0:00:00\n") == 5 and "iteration        5/     500" in said
     progress = load_meta(tmp_path)["progress"]
     assert (progress["iteration"], progress["fitted_iters"]) == (5, None)
     assert len(train(tmp_path)) == 5 + FITS  # ten more steps are timed, and 14 fit after them
@@ -69,13 +57,3 @@ def test_the_minutes_left_are_those_that_have_not_passed() -> None:
     clock = iter([100.0, 130.0, 161.0])
     length = FittedLength(1.0, 500, now=lambda: next(clock))
     assert [length.seconds_left(), length.seconds_left()] == [30.0, 0.0]
-
-
-@pytest.mark.slow
-def test_before_the_decision_no_more_time_is_left_than_the_minutes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The 500 steps that --train-iters allows would take seconds."""
-    train(tmp_path, "--train-minutes 0.0001 --exit-interval 2 --log-interval 1")
-    said = capsys.readouterr().out
-    assert said.count("ETA 0:00:00\n") == 2 and "iteration        2/     500" in said

@@ -1,6 +1,5 @@
 """What a run does when it is asked to stop, or when something under it fails, before, in and after an evaluation."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,19 +8,10 @@ import pytest
 import torch
 
 from gptpar.checkpoint import load_meta
-from gptpar.cli.pretrain import pretrain
-from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
 from gptpar.run.trainer import Trainer
-from tests.helpers import TINY
+from tests.unit.run.whole_runs import losses, run
 
-EVALUATES = "--train-iters 4 --eval-iters 5 --eval-interval 2"
-
-
-def run(folder: Path, flags: str) -> signal.Signals | None:
-    words = TINY.replace("--train-iters 20", "").replace("--eval-iters 0", "").split()
-    config, derived = resolve(parse_flags([*words, *flags.split(), "--save", str(folder)]), 1)
-    return pretrain(config, derived, ())
+EVALUATES = "--train-iters 4 --eval-iters 5 --eval-interval 2 --log-interval 100"
 
 
 def on_batch(monkeypatch: pytest.MonkeyPatch, number: int, action: object) -> None:
@@ -64,5 +54,4 @@ def test_an_evaluation_ends_on_request(
     assert " > left the evaluation on valid data after 2 of 5 batches" in lines
     assert lines[-1] == f" > stopped by SIGTERM; --load {tmp_path} goes on from here"
     assert load_meta(tmp_path)["progress"]["iteration"] == 2
-    text = (tmp_path / "metrics.jsonl").read_text()
-    assert [json.loads(line)["iteration"] for line in text.splitlines()] == [1, 2] and "validation" not in text
+    assert [*losses(tmp_path)] == [1, 2] and "validation" not in (tmp_path / "metrics.jsonl").read_text()

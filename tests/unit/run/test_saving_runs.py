@@ -1,6 +1,5 @@
 """Whole runs that save behind the training: when they save, what they leave in two folders, and signals meanwhile."""
 
-import json
 import os
 import shutil
 import signal
@@ -8,39 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
-from gptpar.checkpoint import find_checkpoints, newest_whole, read_tensors
+from gptpar.checkpoint import newest_whole
 from gptpar.checkpoint.data_file import DataFile
-from gptpar.cli.pretrain import pretrain
-from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
 from gptpar.exchange.exports import Exports
 from gptpar.run import saving
 from gptpar.run.saving import Target
-from tests.helpers import TINY
 from tests.unit.run.test_saving import done, make
-
-FEW = TINY.replace("--train-iters 20", "--train-iters 8 --log-interval 1")
-
-
-def run(folder: Path, flags: str = "") -> signal.Signals | None:
-    config, derived = resolve(parse_flags(f"{FEW} --save {folder} {flags}".split()), 1)
-    return pretrain(config, derived, ())
-
-
-def iterations(folder: Path) -> list[int]:
-    return sorted(number for number, _ in find_checkpoints(folder))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {one["iteration"]: one["lm_loss"] for one in records if "lm_loss" in one}
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    ours, theirs = read_tensors(one), read_tensors(other)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+from tests.unit.run.whole_runs import assert_same_tensors, iterations, run
 
 
 @pytest.mark.slow
@@ -49,23 +23,22 @@ def test_the_newest_of_two_folders_is_taken(tmp_path: Path, capsys: pytest.Captu
     words = f"--save-interval 4 --save-local {local} --save-local-interval 1"
     run(shared, words)
     assert iterations(shared) == [4, 8] and iterations(local) == [6, 7]  # what is in --save is not saved twice
-    whole = {name: tensor.clone() for name, tensor in read_tensors(shared / "iter_0000008").items()}
-
-    shutil.rmtree(shared / "iter_0000008")
+    newest, whole = shared / "iter_0000008", tmp_path / "whole"
+    newest.rename(whole)
     assert newest_whole([shared, local]) == (7, local / "iter_0000007")
     capsys.readouterr()
     run(shared, f"{words} --load {shared}")
     assert f"loaded {local / 'iter_0000007'}" in capsys.readouterr().out
-    again = read_tensors(shared / "iter_0000008")
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert_same_tensors(newest, whole)
 
-    data = bytearray((local / "iter_0000007" / "rank00000.bin").read_bytes())
+    file = local / "iter_0000007" / "rank00000.bin"
+    data = bytearray(file.read_bytes())
     data[100] ^= 1
-    (local / "iter_0000007" / "rank00000.bin").write_bytes(data)
-    shutil.rmtree(shared / "iter_0000008")
+    file.write_bytes(data)
+    shutil.rmtree(newest)
     run(shared, f"{words} --load {shared}")
     assert f"loaded {local / 'iter_0000006'}" in capsys.readouterr().out
-    assert all(torch.equal(whole[name], tensor) for name, tensor in read_tensors(shared / "iter_0000008").items())
+    assert_same_tensors(newest, whole)
 
 
 @pytest.mark.slow
@@ -84,9 +57,6 @@ def test_a_signal_while_a_save_is_under_way_finishes_it_and_saves_the_newer_stat
     assert run(tmp_path, "--save-interval 2") == signal.SIGTERM
     saved = iterations(tmp_path)
     assert saved[0] == 2 and 2 <= saved[-1] < 8 and not list(tmp_path.glob("*.tmp-*"))
-
-
-# --- What a save that is written behind the training does to exports ------------------------------------------------
 
 
 def test_only_what_may_delete_a_checkpoint_waits_for_its_export(

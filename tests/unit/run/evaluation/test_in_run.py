@@ -1,17 +1,12 @@
 """Tasks in a run: when they are evaluated, what is written, and that training does not notice."""
 
-import json
-import signal
 from pathlib import Path
 
 import pytest
-import torch
 
-from gptpar.checkpoint import find_checkpoints, read_manifest, read_tensors
-from gptpar.cli.pretrain import pretrain, start_checks
-from gptpar.config.flags import parse_flags
-from gptpar.config.validate import resolve
+from gptpar.reporting.metrics_file import read_metrics
 from tests.unit.run.evaluation.task_files import BYTES, QUESTIONS, TEXTS, write_lines
+from tests.unit.run.whole_runs import assert_same_tensors, losses, run
 
 
 @pytest.fixture
@@ -20,36 +15,21 @@ def files(tmp_path: Path) -> str:
     return " ".join(write_lines(tmp_path / name, lines) for name, lines in names)
 
 
-def run(save: Path, flags: str) -> signal.Signals | None:
-    config, derived = resolve(parse_flags([*BYTES.split(), *flags.split(), "--save", str(save)]), 1, more=start_checks)
-    return pretrain(config, derived, ())
-
-
-def lines_of(save: Path) -> list[dict]:
-    return [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
-
-
-def weights_of(save: Path) -> dict[str, torch.Tensor]:
-    (_, path), *_ = find_checkpoints(save)
-    return read_tensors(path, list(read_manifest(path).tensors))
-
-
 @pytest.mark.slow
 def test_what_a_run_evaluates_changes_no_bit_of_it(tmp_path: Path, files: str) -> None:
     dropout = "--hidden-dropout 0.1"  # its masks are functions of the iteration, not of what is drawn in between
-    run(tmp_path / "a", dropout)
-    run(tmp_path / "b", f"{dropout} --eval-tasks {files} --eval-tasks-interval 1")
-    plain, evaluated = weights_of(tmp_path / "a"), weights_of(tmp_path / "b")
-    assert plain.keys() == evaluated.keys() and all(torch.equal(plain[name], evaluated[name]) for name in plain)
-    losses = [line["lm_loss"] for line in lines_of(tmp_path / "a")]
-    assert losses == [line["lm_loss"] for line in lines_of(tmp_path / "b") if "lm_loss" in line] and len(losses) == 4
+    plain, evaluated = tmp_path / "a", tmp_path / "b"
+    run(plain, dropout, BYTES)
+    run(evaluated, f"{dropout} --eval-tasks {files} --eval-tasks-interval 1", BYTES)
+    assert_same_tensors(plain / "iter_0000004", evaluated / "iter_0000004")
+    assert losses(plain) == losses(evaluated) and len(losses(plain)) == 4
 
 
 def test_scores_are_written_at_their_interval_and_at_the_end(
     tmp_path: Path, files: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tmp_path / "a", f"--eval-tasks {files} --eval-tasks-interval 3 --eval-limit 3 --train-iters 4")
-    found = [line for line in lines_of(tmp_path / "a") if "task" in line]
+    run(tmp_path, f"--eval-tasks {files} --eval-tasks-interval 3 --eval-limit 3", BYTES)
+    found = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "task" in line]
     assert [(line["iteration"], line["task"], line["num_items"]) for line in found] == [
         *((3, "questions", 3), (3, "texts", 2)),
         *((4, "questions", 3), (4, "texts", 2)),

@@ -17,10 +17,9 @@ EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.
 def test_the_example_resolves() -> None:
     parsed = parse_flags(f"{MODEL} --deepspeed --deepspeed_config {EXAMPLE}".split())
     config, derived = resolve(parsed, 4)
-    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (32, 4)
-    assert config.parallel.zero_stage == 3 and config.precision.dtype == "bf16"
-    assert config.offload.cpu_optimizer and config.offload.ratio == 0.3
-    o = config.optimizer
+    batch, o = config.batch, config.optimizer
+    assert (batch.global_batch_size, batch.micro_batch_size, config.precision.dtype) == (32, 4, "bf16")
+    assert (config.parallel.zero_stage, config.offload.cpu_optimizer, config.offload.ratio) == (3, True, 0.3)
     assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.9, 0.95, 1e-8, 0.1)
     assert (o.clip_grad, config.logging.log_interval) == (1.0, 10)
     reasons = {d.name: d.reason for d in derived}
@@ -37,26 +36,6 @@ def test_the_example_resolves() -> None:
         "zero_optimization.sub_group_size",
         "zero_allow_untested_optimizer",
     ]
-
-
-def test_a_file_of_a_small_gpt_under_zero_3_with_offload_resolves(folder: Path) -> None:
-    file = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "Adam", "params": {"lr": 0.001, "betas": [0.8, 0.999], "weight_decay": 3e-7}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.001, "warmup_num_steps": 1000}},
-        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
-        "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True, "num_checkpoints": 4},
-        "zero_optimization": {
-            "stage": 3,
-            "contiguous_gradients": True,
-            "all_reduce_bucket_size": 5e8,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu"},
-        },
-    }
-    config, _ = resolved(file)
-    assert (config.batch.micro_batch_size, config.parallel.zero_stage, config.precision.dtype) == (4, 3, "fp16")
-    assert config.offload.ratio == 1.0 and config.offload.cpu_parameters
 
 
 def test_comments_and_trailing_commas() -> None:
@@ -109,10 +88,9 @@ def test_text_that_cannot_be_read_is_told_with_its_place(
 def test_two_of_the_three_batch_sizes_say_the_third(
     folder: Path, train: object, micro: object, steps: object, expected: tuple[int, int]
 ) -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    file = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
-    config, _ = resolved({**file, **RATE})
-    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == expected
+    said = zip(("train_batch_size", *BATCH), (train, micro, steps), strict=True)
+    batch = resolved({**RATE, **{name: value for name, value in said if value is not None}})[0].batch
+    assert (batch.global_batch_size, batch.micro_batch_size) == expected
 
 
 def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) -> None:

@@ -104,6 +104,8 @@ def test_offload_of_the_optimizer(folder: Path) -> None:
     assert resolved(offload(ratio=0.25), "--cpu-optimizer")[0].offload.ratio == 0.25
     legacy = {**BATCH, **RATE, "zero_optimization": {"cpu_offload": True}}
     assert resolved(legacy)[0].offload.cpu_optimizer
+    zero_3 = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    assert resolved({**BATCH, **RATE, "zero_optimization": zero_3})[0].offload.cpu_parameters
 
     # its state on a disk
     config, _ = resolved(offload(device="nvme", nvme_path=str(folder)))

@@ -147,14 +147,6 @@ def test_each_difference_is_found_by_its_rule() -> None:
         assert not same_run.differing(RULES[name], there, here, frozenset()), name
 
 
-def test_what_changes_no_number_is_free(tmp_path: Path) -> None:
-    saved(tmp_path)
-    layout = "--cpu-optimizer --cpu-optimizer-ratio 0.5 --zero-stage 1 --no-pipeline-parallel --eval-interval 4"
-    same_sizes = "--group-query-attention --num-query-groups 4 --kv-channels 8 --ffn-hidden-size 128"
-    config = tiny_config(f"--load {tmp_path} {layout} {same_sizes}")
-    assert progress_to_resume(config, inputs_of(config)) == DONE
-
-
 def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
     saved(tmp_path)
     flags = f"--load {tmp_path} --num-attention-heads 8 --seed 99 --lr 1 --norm-epsilon 1 --clip-grad 9"

@@ -2,29 +2,18 @@
 
 import ast
 import dataclasses
-import typing
 from pathlib import Path
 
 import pytest
 
 import gptpar
-from gptpar.config import Config, Flags, LoggingConfig, ParallelConfig, ParallelFlags, flag_fields
-from gptpar.config.fields import completed, flag_name, is_open
+from gptpar.config import Flags, flag_fields
+from gptpar.config.fields import flag_name
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import GptparError
 from gptpar.optim.optimizers import OPTIMIZERS
 from tests.helpers import TINY
-
-COMPLETE = typing.get_type_hints(Config)
-OPEN = [(name, spec.name) for name, kind in COMPLETE.items() for spec in dataclasses.fields(kind) if is_open(spec)]
-
-
-def test_an_open_field_is_none_until_something_says_it() -> None:
-    typed, config = Flags(), resolve(parse_flags(TINY.split()), 1)[0]
-    assert len(OPEN) >= 20 and ("model", "hidden_size") in OPEN
-    assert all(getattr(getattr(typed, section), name) is None for section, name in OPEN)
-    assert all(getattr(getattr(config, section), name) is not None for section, name in OPEN)
 
 
 def test_every_field_that_is_a_flag_has_a_place_in_the_help() -> None:
@@ -35,14 +24,6 @@ def test_every_field_that_is_a_flag_has_a_place_in_the_help() -> None:
     assert sorted(places) == sorted(fields)
     groups = places.index("model.group_query_attention")
     assert places[groups + 1] == "model.num_query_groups" and places[0] == "model.preset"
-
-
-def test_a_complete_section_has_defaults_for_open_fields_and_no_flag_that_stands_for_others() -> None:
-    config = completed(ParallelConfig, ParallelFlags(no_pipeline_parallel=True))
-    assert (config.zero_stage, config.num_virtual_stages_per_pipeline_rank) == (0, 1)
-    assert type(config) is ParallelConfig and not hasattr(config, "no_pipeline_parallel")
-    assert completed(ParallelConfig, ParallelFlags(zero_stage=3)).zero_stage == 3
-    assert completed(LoggingConfig, Flags().logging).eval_interval == 1000
 
 
 PACKAGE = Path(gptpar.__file__).parent

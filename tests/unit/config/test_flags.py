@@ -1,4 +1,4 @@
-"""Flags, derived values and validation; layouts that can run, and Muon's flags."""
+"""Flags, derived values and validation; layouts that can run."""
 
 import json
 
@@ -108,17 +108,6 @@ def test_zero_stage_follows_from_the_layout(flags: str, world_size: int, stage: 
     assert "zero stage" not in reasons if reason is None else reasons["zero stage"].startswith(reason)
 
 
-@pytest.mark.parametrize(
-    ("flags", "field", "value"),
-    [
-        ("", "muon_nesterov", True),
-        ("--muon-no-nesterov", "muon_nesterov", False),
-        ("--muon-nesterov", "muon_nesterov", True),
-        ("--muon-no-split-qkv", "muon_qkv", "fused"),
-        ("--muon-split-qkv-per-head", "muon_qkv", "heads"),
-        ("--muon-tp-mode duplicated --muon-fp32-matmul-prec medium --muon-scalar-optimizer adam", "optimizer", "muon"),
-        ("--use-layer-wise-distributed-optimizer", "optimizer", "muon"),
-    ],
-)
-def test_megatrons_flags_of_muon_mean_the_same(flags: str, field: str, value: object) -> None:
-    assert getattr(resolved(f"--optimizer muon {flags}").optimizer, field) == value
+def test_muon_looks_ahead_unless_told_otherwise() -> None:
+    for flags, nesterov in (("", True), ("--muon-no-nesterov", False), ("--muon-nesterov", True)):
+        assert resolved(f"--optimizer muon {flags}").optimizer.muon_nesterov is nesterov

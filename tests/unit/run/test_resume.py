@@ -202,9 +202,6 @@ def test_a_longer_run_is_another_schedule_only_where_something_follows_from_the_
         assert progress_to_resume(longer, inputs_of(longer)).iteration == 7
 
 
-# --- What a checkpoint's meta says of itself: edited by a stranger, or damaged --------------------------------------
-
-
 # What is done to the meta -> what is told.
 EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "progress is missing or null": lambda m: m.pop("progress"),

@@ -95,14 +95,6 @@ def test_an_empty_query_is_the_end_of_document(query: str) -> None:
     assert row.num_scored == len(query) + 2
 
 
-def test_a_long_query_loses_its_beginning() -> None:
-    """The model reads as many tokens as its context is long; the last one is predicted only."""
-    (row,) = continuation_rows(TOKENIZER, "abcdefghij", [" xyz"], 6)
-    assert texts_of([row]) == [("hij", " xyz")] and len(row) == 6
-    (all_scored,) = continuation_rows(TOKENIZER, "abcdefghij", [" vwxyz"], 6)
-    assert texts_of([all_scored]) == [("j", " vwxyz")]
-
-
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 11])
 def test_each_token_of_a_document_is_scored_once(length: int) -> None:
     text = "abcdefghijklmnop"[:length]

@@ -1,4 +1,4 @@
-"""Outliers in a run: what is skipped, logged and kept, and that a resumed run does the same."""
+"""Outliers in a run: what is skipped, logged and kept, also by a resumed run; the checksum of replicated weights."""
 
 import contextlib
 import io
@@ -12,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gptpar.cli import main
 from gptpar.reporting.metrics_file import read_metrics
-from gptpar.run.health import spikes
+from gptpar.run.health import replicas, spikes
+from gptpar.run.health.replicas import checksum
 from tests.helpers import TINY
 from tests.unit.optim.test_skip_step import oracle
 from tests.unit.run.whole_runs import column, run
@@ -121,3 +123,23 @@ def test_a_bundle_that_lacks_something_is_no_readable_one(
     (copy / "spike.json").write_text(json.dumps({**json.loads((bundle / "spike.json").read_text()), **change}))
     assert main(["inspect", str(copy)]) == 1
     assert "is no readable bundle of an outlier" in capsys.readouterr().err
+
+
+def by_hand(values: torch.Tensor) -> int:
+    """Of fp32, in Python's integers."""
+    total = sum(bits * (2 * i + 1) for i, bits in enumerate(values.view(torch.int32).tolist()))
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def test_it_is_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1001, generator=torch.Generator().manual_seed(1)) * 1e30
+    assert checksum(values).item() == by_hand(values)
+    monkeypatch.setattr(replicas, "BLOCK", 64)
+    assert checksum(values).item() == by_hand(values)
+
+
+def test_halves_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges that the host updates and those of the device are summed apart."""
+    monkeypatch.setattr(replicas, "BLOCK", 64)
+    values = torch.randn(301, generator=torch.Generator().manual_seed(2))
+    assert checksum(values) == checksum(values[:100]) + checksum(values[100:], 100)

@@ -9,7 +9,7 @@ import pytest
 from gptpar.config.flags import parse_flags
 from gptpar.config.jsonc import JsonError, read_object
 from gptpar.config.validate import resolve
-from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, parsed_with, problems, resolved
+from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, problems, resolved
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
 
@@ -109,34 +109,6 @@ def test_batch_sizes_that_contradict_each_other(folder: Path) -> None:
     assert "= 32: drop one of the three, or make them agree." in told
     (told,) = problems({**BATCH, **RATE}, "--micro-batch-size 1")
     assert "train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them" in told
-
-
-def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
-    file = {
-        "prescale_gradients": True,
-        "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
-        "activation_checkpointing": {"partition_activations": True},
-        "data_types": {"grad_accum_dtype": "bf16"},
-        "communication_data_type": "bf16",
-        "zero_optimization": {"stage3_max_live_parameters": 1e9, "zero_hpz_partition_size": 8},
-        "fp16": {"enabled": True, "opt_level": "O2"},
-        "pipeline": {"schedule": "1f1b"},
-        "scheduler": {"type": None, "params": {"warmup_num_steps": 10}},
-    }
-    parsed = parsed_with({**BATCH, **RATE, **file})
-    assert parsed.problems == [] and parsed.flags.parallel.grad_reduce_in_bf16
-    assert parsed.flags.optimizer.scheduler is None
-    assert sorted(parsed.without_effect) == [
-        "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
-        "data_types.grad_accum_dtype: gradients are always summed in fp32",
-        "fp16.opt_level: it is for Apex (amp), which DeepSpeed does not use with fp16",
-        "pipeline.schedule: DeepSpeed has no such key, and ignores it",
-        "prescale_gradients: the loss is divided before the backward pass",
-        "scheduler.params: there is no scheduler.type",
-        "tensorboard: it is off",
-        "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
-        "zero_optimization.zero_hpz_partition_size: parameters are divided over all processes; it changes no number",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -176,14 +176,11 @@ def rates(file: dict[str, Any], *steps: int) -> list[float]:
     return [schedule.learning_rate(step * 32) for step in steps]
 
 
-def test_warmup_then_constant(folder: Path) -> None:
+def test_warmup_then_constant_or_linear_decay_to_where_it_began(folder: Path) -> None:
     assert rates(linear("WarmupLR"), 0, 1, 51, 101, 4999) == pytest.approx([0, 0, 3e-4, 6e-4, 6e-4])
     file = linear("WarmupLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4)
     assert rates(file, 0, 51, 4999) == pytest.approx([1e-4, 3e-4, 5e-4])
     assert "optimizer.params.lr: scheduler.params.warmup_max_lr is the peak" in parsed_with(file).without_effect
-
-
-def test_warmup_then_linear_decay_to_where_it_began(folder: Path) -> None:
     file = linear("WarmupDecayLR", warmup_min_lr=1e-4, warmup_max_lr=5e-4, total_num_steps=1100)
     assert rates(file, 0, 101, 601, 1101, 2000) == pytest.approx([1e-4, 5e-4, 3e-4, 1e-4, 1e-4])
 
@@ -194,10 +191,8 @@ def test_warmup_then_cosine_in_shares_of_the_peak(folder: Path) -> None:
     found = rates(file, 0, 1, 350, 600, 1100)
     assert found == pytest.approx([0, 3e-4, quarter * 6e-4, 0.55 * 6e-4, 6e-5])
     _, derived = resolved(file)
-    assert (derived["cos min ratio"].value, derived["cos min ratio"].reason) == (
-        0.1,
-        "ds.json: scheduler.params.cos_min_ratio",
-    )
+    ratio = derived["cos min ratio"]
+    assert (ratio.value, ratio.reason) == (0.1, "ds.json: scheduler.params.cos_min_ratio")
     assert rates(linear("WarmupCosineLR", total_num_steps=1100), 1100) == pytest.approx([6e-8])
 
 

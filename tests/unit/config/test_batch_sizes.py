@@ -144,5 +144,7 @@ def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(flag
 @pytest.mark.parametrize("length", ["--train-iters 9 --lr-decay-iters 8", "--train-samples 99 --lr-decay-samples 88"])
 def test_the_decay_has_one_length(length: str) -> None:
     flag, value = length.split()[2:]
+    alone = resolved(f"{length.rsplit('--', 1)[0]} --lr-decay-tokens 64")
+    assert make_schedule(alone, 18).decay == 64
     (told,) = flag_problems.problems(f"{length} --lr-decay-tokens 64", start=MODEL)
     assert told == f"{flag} {value} and --lr-decay-tokens 64 are one length: keep one of them."

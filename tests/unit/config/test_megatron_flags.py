@@ -107,6 +107,9 @@ def test_the_words_of_the_data_may_be_in_files(tmp_path: Path) -> None:
     unreadable, no_words = parse_flags(wrong.split()).problems
     assert unreadable == f"--data-args-path {tmp_path}/none: it cannot be read (No such file or directory)."
     assert no_words.endswith(f"{tmp_path}/other.json: train must be a list of words, or a text of them.")
+    (tmp_path / "cut.json").write_text('{"train": ')
+    (no_json,) = parse_flags(["--per-split-data-args-path", f"{tmp_path}/cut.json"]).problems
+    assert "it is no JSON (line 1, column 11: " in no_json
     (twice,) = parse_flags(f"--data-args-path {tmp_path}/blend --data-path {a}".split()).problems
     assert twice.endswith("blend holds the words of --data-path, which is given, too: keep one.")
 

@@ -15,6 +15,7 @@ VALUES = [
     ("--rampup-batch-size 2 2 100", "--rampup-batch-size needs --train-samples or --train-tokens"),
     ("--min-lr 1", "--min-lr 1 must lie between 0 and --lr 0.01"),
     ("--cuda-graph on --hidden-dropout 0.1", "--cuda-graph on: dropout is seeded by the host"),
+    ("--deepspeed_config ds.json", "--deepspeed_config ds.json is read with --deepspeed only: add it."),
     ("--data-path a", "data is given twice", "a.bin and a.idx not found; gptpar preprocess makes them from text."),
     ("--eod-mask-loss", "need to know the end-of-document id"),
     ("--glu-activation x", "it takes one of swiglu, geglu, geglu_tanh, quick_geglu, reglu, liglu."),

@@ -80,6 +80,9 @@ def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts_and_end_by_themse
     stop = together[0][3]
     for ended, text in zip(made(stage, PROMPTS, stop_at=stop, **options), together, strict=True):
         assert ended == text[: text.index(stop) + 1 if stop in text else 20]
+    (greedy,) = made(stage, PROMPTS[:1], temperature=0.0)
+    (ended,) = made(stage, PROMPTS[:1], temperature=0.0, stop_at=greedy[3])
+    assert ended == greedy[: greedy.index(greedy[3]) + 1]
 
 
 def test_sampled_tokens_of_a_seed_stay_what_they_were() -> None:

@@ -86,6 +86,5 @@ def test_a_loss_per_token_does_not_depend_on_how_a_step_is_cut() -> None:
     mask_BS = (random_tokens(8, 15, 100, seed=1) < shares[:, None]).float()
     whole = pytest.approx(one_step("", 8, mask_BS), rel=1e-12)
     assert one_step("--calculate-per-token-loss", 1, mask_BS) == whole
-    assert one_step("--calculate-per-token-loss", 4, mask_BS) == whole
     assert one_step("", 1, mask_BS)[0] != pytest.approx(whole.expected[0], rel=1e-5)
     assert one_step("--calculate-per-token-loss", 2, torch.zeros_like(mask_BS))[:2] == (0.0, 0.0)

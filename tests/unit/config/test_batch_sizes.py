@@ -1,32 +1,35 @@
 """Batch sizes that change with the tokens consumed, growing batches, and where runs end."""
 
 import json
+from typing import Any
 
 import pytest
 
 from gptpar.config import BatchConfig, Config
 from gptpar.config.batch_sizes import BatchSizes, read_schedule
-from gptpar.config.flags import parse_flags
 from gptpar.config.stored import stored_config
-from gptpar.config.validate import complete, resolve
-from gptpar.errors import ConfigError
+from gptpar.config.validate import complete
 from gptpar.optim.schedule import make_schedule
 from gptpar.run.batch_plan import BatchPlan
 from gptpar.run.progress import Progress
 from tests.helpers import TINY, every_field
+from tests.unit.config import flag_problems
 
 MODEL = TINY.replace("--train-iters 20 ", "")  # 16 tokens a sample, micro-batch 2
 
 
-def resolved(flags: str, schedule: str | None = None, world_size: int = 1, start: str = MODEL) -> Config:
-    words = [*start.split(), *flags.split(), *(["--step-batch-size-schedule", schedule] if schedule else [])]
-    return resolve(parse_flags(words), world_size)[0]
+def resolved(flags: str, schedule: str = "") -> Config:
+    schedules = ["--step-batch-size-schedule", schedule] if schedule else []
+    return flag_problems.resolved([*flags.split(), *schedules], start=MODEL)
 
 
-def problems(flags: str, schedule: str | None = None, world_size: int = 1, start: str = MODEL) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        resolved(flags, schedule, world_size, start)
-    return caught.value.problems
+def stored_of(config: Config) -> dict[str, Any]:
+    """As a checkpoint has it."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def read_back(stored: dict[str, Any]) -> Config:
+    return complete(stored_config(stored, every_field(stored))[0])
 
 
 def sizes_of(plan: BatchPlan, done: Progress | None = None) -> list[int]:
@@ -36,9 +39,6 @@ def sizes_of(plan: BatchPlan, done: Progress | None = None) -> list[int]:
         found.append(plan.global_batch_size(now.consumed_samples))
         now = Progress(now.iteration + 1, now.consumed_samples + found[-1])
     return found
-
-
-# --- reading a schedule ---------------------------------------------------------------------------------------------
 
 
 def test_thresholds_are_tokens_with_suffixes_as_in_megatron() -> None:
@@ -56,26 +56,21 @@ def test_thresholds_are_tokens_with_suffixes_as_in_megatron() -> None:
     ("text", "told"),
     [
         ("16", "'16': TOKENS:SIZE is needed, for example 2.4B:320"),
-        (
-            "0:2 x:4 9:-4 1Q:2",
-            "'x:4': 'x' is not a number, with K, M, B or T behind it if need be; '9:-4': -4 is not bet",
-        ),
+        ("0:2 x:4 9:-4", "'x:4': 'x' is not a number, with K, M, B or T behind it if need be; '9:-4': -4 is not"),
         ("0:2 1e999999999:4", "1e999999999 is not between 0 and 100,000,000,000,000,000"),
         ("0:2 16:4 17:6", "the sizes 4 and 6 begin at the same sample (1, of 16 tokens each)"),
     ],
 )
 def test_a_schedule_that_cannot_be_read_is_told(text: str, told: str) -> None:
-    (problem,) = problems("--train-iters 5", text)
+    words = ["--train-iters", "5", "--step-batch-size-schedule", text]
+    (problem,) = flag_problems.problems(words, start=MODEL)
     assert problem.startswith("--step-batch-size-schedule: ") and told in problem
 
 
-# --- what follows from it -------------------------------------------------------------------------------------------
-
-
 def test_each_number_of_a_stored_ramp_is_checked() -> None:
-    config = resolved("--train-samples 50 --global-batch-size 8 --rampup-batch-size 2 2 20", None)
-    stored = json.loads(json.dumps(config.to_dict()))
-    assert complete(stored_config(stored, every_field(stored))[0]) == config
+    config = resolved("--train-samples 50 --global-batch-size 8 --rampup-batch-size 2 2 20")
+    stored = stored_of(config)
+    assert read_back(stored) == config
     stored["batch"]["rampup_batch_size"][1] = 2**62
     (problem,) = stored_config(stored, every_field(stored))[2]
     assert "config.batch.rampup_batch_size" in problem and "at most" in problem
@@ -85,8 +80,7 @@ def test_batches_of_a_schedule_by_hand() -> None:
     """2 from sample 0, 4 from sample 5, 8 from sample 15; a step has the size that holds where it starts."""
     config = resolved("--train-samples 50", "0:2 80:4 240:8")
     assert config.batch.batch_sizes == ((0, 2), (5, 4), (15, 8)) and config.batch.global_batch_size == 8
-    stored = json.loads(json.dumps(config.to_dict()))
-    assert complete(stored_config(stored, every_field(stored))[0]) == config
+    assert read_back(stored_of(config)) == config
     plan = BatchPlan.of(config.batch)
     # 0 2 4 | 6 10 14 | 18 26 34 42 -> 50
     assert sizes_of(plan) == [2, 2, 2, 4, 4, 4, 8, 8, 8, 8]
@@ -132,30 +126,25 @@ def test_a_growing_batch_is_megatrons_formula(ramp: tuple[int, int, int, int]) -
         assert sizes.at(consumed) == size, consumed
 
 
-# --- whichever comes first ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    ("flags", "steps", "samples"),
+    "flags",
     [
-        ("--train-samples 20 --train-tokens 64", 2, 4),
-        ("--train-iters 10 --train-tokens 64", 2, 4),
-        ("--train-iters 2 --train-tokens 640", 2, 4),
+        "--train-samples 20 --train-tokens 64",
+        "--train-iters 10 --train-tokens 64",
+        "--train-iters 2 --train-tokens 640",
     ],
 )
-def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(
-    flags: str, steps: int, samples: int
-) -> None:
+def test_tokens_beside_samples_or_steps_end_the_run_where_either_is_reached(flags: str) -> None:
     config = resolved(flags)
     plan = BatchPlan.of(config.batch)
-    assert (plan.num_iterations(), sizes_of(plan), plan.train_samples) == (steps, [2] * steps, samples)
-    assert make_schedule(config, plan.train_samples).decay == samples
-    assert resolve(parse_flags([*MODEL.split(), *flags.split()]), 1)[0] == config
+    assert (plan.num_iterations(), sizes_of(plan), plan.train_samples) == (2, [2, 2], 4)
+    assert make_schedule(config, plan.train_samples).decay == 4
 
 
 @pytest.mark.parametrize("length", ["--train-iters 9 --lr-decay-iters 8", "--train-samples 99 --lr-decay-samples 88"])
 def test_the_decay_has_one_length(length: str) -> None:
     flag, value = length.split()[2:]
-    assert problems(f"{length} --lr-decay-tokens 64") == [
-        f"{flag} {value} and --lr-decay-tokens 64 are one length: keep one of them."
-    ]
+    alone = resolved(f"{length.rsplit('--', 1)[0]} --lr-decay-tokens 64")
+    assert make_schedule(alone, 18).decay == 64
+    (told,) = flag_problems.problems(f"{length} --lr-decay-tokens 64", start=MODEL)
+    assert told == f"{flag} {value} and --lr-decay-tokens 64 are one length: keep one of them."

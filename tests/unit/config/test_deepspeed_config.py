@@ -9,28 +9,23 @@ import pytest
 from gptpar.config.flags import parse_flags
 from gptpar.config.jsonc import JsonError, read_object
 from gptpar.config.validate import resolve
-from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, parsed_with, problems, resolved
+from tests.unit.config.deepspeed_files import BATCH, MODEL, RATE, problems, resolved
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "ds_config_offload.json"
-
-
-# --- the example ----------------------------------------------------------------------------------------------------
 
 
 def test_the_example_resolves() -> None:
     parsed = parse_flags(f"{MODEL} --deepspeed --deepspeed_config {EXAMPLE}".split())
     config, derived = resolve(parsed, 4)
-    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == (32, 4)
-    assert config.parallel.zero_stage == 3 and config.precision.dtype == "bf16"
-    assert config.offload.cpu_optimizer and config.offload.ratio == 0.3
-    o = config.optimizer
+    batch, o = config.batch, config.optimizer
+    assert (batch.global_batch_size, batch.micro_batch_size, config.precision.dtype) == (32, 4, "bf16")
+    assert (config.parallel.zero_stage, config.offload.cpu_optimizer, config.offload.ratio) == (3, True, 0.3)
     assert (o.lr, o.adam_beta1, o.adam_beta2, o.adam_eps, o.weight_decay) == (3e-4, 0.9, 0.95, 1e-8, 0.1)
     assert (o.clip_grad, config.logging.log_interval) == (1.0, 10)
     reasons = {d.name: d.reason for d in derived}
     assert reasons["zero stage"] == f"{EXAMPLE}: zero_optimization.stage"
-    assert reasons["cpu optimizer ratio"] == (
-        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here: this share of the elements, at every ZeRO "
-        "stage"
+    assert reasons["cpu optimizer ratio"].startswith(
+        f"{EXAMPLE}: zero_optimization.offload_optimizer.ratio; exact here"
     )
     assert reasons["micro batches per step"] == "batch 32 / (micro-batch 4 x 4 data-parallel process(es))"
     assert [note.split(": ")[0] for note in parsed.without_effect] == [
@@ -41,9 +36,6 @@ def test_the_example_resolves() -> None:
         "zero_optimization.sub_group_size",
         "zero_allow_untested_optimizer",
     ]
-
-
-# --- JSON with comments ---------------------------------------------------------------------------------------------
 
 
 def test_comments_and_trailing_commas() -> None:
@@ -59,13 +51,6 @@ def test_a_key_given_twice_in_looser_json_is_named_once() -> None:
     pytest.importorskip("hjson")
     with pytest.raises(JsonError, match="given twice in one object: x$"):
         read_object('{"a": {"x": 1, "x": 2}, b: 1}')
-
-
-def test_a_schedule_without_a_type_is_without_effect(folder: Path) -> None:
-    for kind in ({}, {"type": None}):
-        parsed = parsed_with({**BATCH, **RATE, "scheduler": {**kind, "params": {"warmup_num_steps": 10}}})
-        assert parsed.problems == [] and parsed.flags.optimizer.scheduler is None
-        assert parsed.without_effect == ["scheduler.params: there is no scheduler.type"]
 
 
 @pytest.mark.parametrize(
@@ -89,9 +74,6 @@ def test_text_that_cannot_be_read_is_told_with_its_place(
     assert str(caught.value).startswith(expected)
 
 
-# --- batches --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("train", "micro", "steps", "expected"),
     [
@@ -106,10 +88,9 @@ def test_text_that_cannot_be_read_is_told_with_its_place(
 def test_two_of_the_three_batch_sizes_say_the_third(
     folder: Path, train: object, micro: object, steps: object, expected: tuple[int, int]
 ) -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    file = {name: value for name, value in zip(names, (train, micro, steps), strict=True) if value is not None}
-    config, _ = resolved({**file, **RATE})
-    assert (config.batch.global_batch_size, config.batch.micro_batch_size) == expected
+    said = zip(("train_batch_size", *BATCH), (train, micro, steps), strict=True)
+    batch = resolved({**RATE, **{name: value for name, value in said if value is not None}})[0].batch
+    assert (batch.global_batch_size, batch.micro_batch_size) == expected
 
 
 def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) -> None:
@@ -122,58 +103,12 @@ def test_batch_sizes_follow_the_number_of_data_parallel_processes(folder: Path) 
     assert derived["global batch size"].reason == "micro-batch 2 x 1 data-parallel process(es) x 4 a step"
 
 
-@pytest.mark.parametrize(
-    ("file", "flags", "expected"),
-    [
-        (
-            {"train_batch_size": 64, **BATCH},
-            "",
-            "ds.json: train_batch_size 64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 "
-            "data-parallel process(es) = 32: drop one of the three, or make them agree.",
-        ),
-        (
-            BATCH,
-            "--micro-batch-size 1",
-            "ds.json: train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them, "
-            "or make them agree.",
-        ),
-    ],
-)
-def test_batch_sizes_that_contradict_each_other(folder: Path, file: dict[str, Any], flags: str, expected: str) -> None:
-    assert problems({**file, **RATE}, flags) == [expected]
-
-
-# --- the rest -------------------------------------------------------------------------------------------------------
-
-
-def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
-    file = {
-        "prescale_gradients": True,
-        "wall_clock_breakdown": False,
-        "tensorboard": {"enabled": False, "output_path": "x", "job_name": "y"},
-        "activation_checkpointing": {"partition_activations": True},
-        "data_types": {"grad_accum_dtype": "bf16"},
-        "communication_data_type": "bf16",
-        "amp": {"enabled": False},
-        "zero_optimization": {"stage3_max_live_parameters": 1e9, "zero_hpz_partition_size": 8},
-        "fp16": {"enabled": True, "opt_level": "O2"},
-        "pipeline": {"schedule": "1f1b", "num_stages": 2},
-    }
-    parsed = parsed_with({**BATCH, **RATE, **file})
-    assert parsed.problems == [] and parsed.flags.parallel.grad_reduce_in_bf16
-    assert parsed.without_effect == [
-        "prescale_gradients: the loss is divided before the backward pass",
-        "wall_clock_breakdown: iteration time and throughput are always measured; see gptpar benchmark --breakdown",
-        "tensorboard: it is off",
-        "data_types.grad_accum_dtype: gradients are always summed in fp32",
-        "amp: it is off",
-        "zero_optimization.stage3_max_live_parameters: sizes of messages are chosen here",
-        "zero_optimization.zero_hpz_partition_size: parameters are divided over all processes; it changes no number",
-        "fp16.opt_level: it is for Apex (amp), which DeepSpeed does not use with fp16",
-        "pipeline.schedule: DeepSpeed has no such key, and ignores it",
-        "pipeline.num_stages: DeepSpeed has no such key, and ignores it",
-        "activation_checkpointing.partition_activations: nothing is recomputed without --recompute-granularity full",
-    ]
+def test_batch_sizes_that_contradict_each_other(folder: Path) -> None:
+    (told,) = problems({"train_batch_size": 64, **BATCH, **RATE})
+    assert "64 is not train_micro_batch_size_per_gpu 2 x gradient_accumulation_steps 4 x 4 data-parallel" in told
+    assert "= 32: drop one of the three, or make them agree." in told
+    (told,) = problems({**BATCH, **RATE}, "--micro-batch-size 1")
+    assert "train_micro_batch_size_per_gpu is 2, but --micro-batch-size 1 is given, too: drop one of them" in told
 
 
 @pytest.mark.parametrize(
@@ -185,10 +120,7 @@ def test_what_changes_nothing_is_told_with_its_reason(folder: Path) -> None:
         ({"zero_optimization": 2}, "zero_optimization is 2: an object in braces is needed."),
         ({"zero_optimization": {"stage": "2"}}, 'zero_optimization.stage is "2": a whole number is needed.'),
         ({"bf16": {"enabled": "maybe"}}, 'bf16.enabled is "maybe": true or false is needed.'),
-        (
-            {"communication_data_type": "fp8"},
-            'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is needed.',
-        ),
+        ({"communication_data_type": "fp8"}, 'communication_data_type is "fp8": one of fp32, fp16, bf16, bfp16 is'),
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states is true: master wei"),
     ],
 )

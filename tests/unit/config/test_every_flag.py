@@ -1,4 +1,4 @@
-"""Every flag: it is read by something, and no value of it ends in a traceback."""
+"""Every flag: declared once, read by something, and no value of it ends in a traceback."""
 
 import ast
 import dataclasses
@@ -7,13 +7,24 @@ from pathlib import Path
 import pytest
 
 import gptpar
-from gptpar.config import Flags
+from gptpar.config import Flags, flag_fields
 from gptpar.config.fields import flag_name
 from gptpar.config.flags import parse_flags
 from gptpar.config.validate import resolve
 from gptpar.errors import GptparError
 from gptpar.optim.optimizers import OPTIMIZERS
 from tests.helpers import TINY
+
+
+def test_every_field_that_is_a_flag_has_a_place_in_the_help() -> None:
+    """A flag that stands for others is before an open field, or behind all of them."""
+    sections = {spec.name: type(getattr(Flags(), spec.name)) for spec in dataclasses.fields(Flags)}
+    fields = [f"{name}.{s.name}" for name, kind in sections.items() for s in dataclasses.fields(kind) if s.metadata]
+    places = [one.key for one in flag_fields()]
+    assert sorted(places) == sorted(fields)
+    groups = places.index("model.group_query_attention")
+    assert places[groups + 1] == "model.num_query_groups" and places[0] == "model.preset"
+
 
 PACKAGE = Path(gptpar.__file__).parent
 FIELDS = [
@@ -103,19 +114,28 @@ def test_every_flag_has_a_reader() -> None:
 
 
 NUMBERS = [spec for _, spec in FIELDS if "int" in str(spec.type) or "float" in str(spec.type)]
-HOSTILE = ("-1", "0", "nan", "\u00b2", "1e400", "1e-320", "1e15", "9223372036854775808", "9" * 400)
+HOSTILE = {"int": ("-1", "0", "1e15", "9223372036854775808", "9" * 400), "float": ("-1", "0", "1e-320", "1e15")}
 MORE = "--fp16 --position-embedding-type rope --swiglu --cpu-optimizer --use-distributed-optimizer"
+
+
+def words_for(spec: dataclasses.Field[object], value: str) -> list[str]:
+    return [flag_name(spec.name), *[value] * (3 if spec.name == "rampup_batch_size" else 1)]
+
+
+@pytest.mark.parametrize("value", ["nan", "\u00b2", "1e400"])
+def test_what_is_no_number_is_told_for_each_flag(value: str) -> None:
+    told = parse_flags([word for spec in NUMBERS for word in words_for(spec, value)]).problems
+    assert all(any(one.startswith(f"{flag_name(spec.name)} {value}") for one in told) for spec in NUMBERS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", NUMBERS, ids=lambda spec: spec.name)
 def test_no_number_ends_in_a_traceback(spec: dataclasses.Field[object]) -> None:
     """Each is a problem told in sentences, which name the flag, or a configuration that can run."""
-    name = flag_name(spec.name)
-    for start, values in ((TINY, HOSTILE), (f"{TINY} {MORE}", ("0", "1e18"))):
+    kind = "int" if "int" in str(spec.type) else "float"
+    for start, values in ((TINY, HOSTILE[kind]), (f"{TINY} {MORE}", ("0", "1e18"))):
         for value in values:
-            words = [*start.split(), name, *[value] * (3 if spec.name == "rampup_batch_size" else 1)]
             try:
-                resolve(parse_flags(words), 1)
+                resolve(parse_flags([*start.split(), *words_for(spec, value)]), 1)
             except GptparError as error:
                 assert all(len(line) < 600 for line in str(error).splitlines())

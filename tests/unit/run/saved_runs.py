@@ -39,11 +39,7 @@ def saved(folder: Path, flags: str = "", change: Callable[[dict[str, Any]], obje
 def save(
     trainer: Trainer, progress: Progress, inputs: Inputs, *, keep: int | None, permit: Callable[[], None] | None = None
 ) -> Path:
-    """Write a checkpoint of this moment into the run folder; every process calls it.
-
-    Args:
-        keep, permit: see ``save_checkpoint``.
-    """
+    """Write a checkpoint of this moment into the run folder; every process calls it."""
     checkpoint = trainer.config.checkpoint
     assert checkpoint.save is not None
     tensors, meta = saved_state.tensors_to_save(trainer), saved_state.meta_of(trainer, progress, inputs)

@@ -24,20 +24,15 @@ def filled(folder: Path, words: str = "") -> ParsedFlags:
 
 
 def test_the_model_and_the_tokenizer_are_the_checkpoints(tmp_path: Path) -> None:
-    saved(tmp_path, MODEL)
+    path = saved(tmp_path, MODEL)
     there = tiny_config(MODEL)
     here, derived = resolve(filled(tmp_path), 1)
     assert dataclasses.replace(here.model, padded_vocab_size=64) == there.model and here.tokenizer == there.tokenizer
     reasons = {one.name: one.reason for one in derived}
     assert reasons["hidden size"] == reasons["vocab size"] == "--use-checkpoint-args"
     assert not filled(tmp_path).problems
-
-
-def test_a_renamed_checkpoint_says_what_the_model_is(tmp_path: Path) -> None:
-    saved(tmp_path, MODEL)
-    (folder,) = tmp_path.glob("iter_*")
-    folder.rename(tmp_path / "iter_0000099")
-    assert resolve(filled(tmp_path), 1)[0].model.num_query_groups == 2
+    path.rename(tmp_path / "iter_0000099")  # a renamed one says the same
+    assert resolve(filled(tmp_path), 1)[0].model == here.model
 
 
 def test_rotary_positions_may_be_stretched_for_a_new_run(tmp_path: Path) -> None:
@@ -81,17 +76,17 @@ def test_older_runs_keep_padding_in_the_softmax(tmp_path: Path) -> None:
         progress_to_resume(config, inputs_of(config))
 
 
-@pytest.mark.parametrize(
-    "words", ["--disable-bias-linear", pytest.param("--no-bias-gelu-fusion", marks=pytest.mark.slow)]
-)
-def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path, words: str) -> None:
-    assert tiny_config(words).model.mlp_activation == "gelu" and tiny_config().model.mlp_activation == "gelu_tanh"
-    for own, wanted in (
-        ("--swiglu", "gelu_tanh"),
-        ("--squared-relu", "squared_relu"),
-        ("--mlp-activation gelu_tanh",) * 2,
+def test_without_a_fused_bias_gelu_is_exact_but_in_runs_that_began_with_tanh(tmp_path: Path) -> None:
+    words = "--disable-bias-linear"
+    for flags, activation in (
+        ("", "gelu_tanh"),
+        (words, "gelu"),
+        ("--no-bias-gelu-fusion", "gelu"),
+        (f"{words} --swiglu", "gelu_tanh"),
+        (f"{words} --squared-relu", "squared_relu"),
+        (f"{words} --mlp-activation gelu_tanh", "gelu_tanh"),
     ):
-        assert tiny_config(f"{words} {own}").model.mlp_activation == wanted.split()[-1]
+        assert tiny_config(flags).model.mlp_activation == activation, flags
     saved(tmp_path, f"{words} --mlp-activation gelu_tanh")
     for more in ("", "--use-checkpoint-args"):
         assert keeping(tmp_path, f"{words} {more}").mlp_activation == "gelu_tanh"

@@ -23,12 +23,7 @@ def config_of(flags: str) -> Config:
 @pytest.mark.parametrize(
     ("device", "flags", "need", "remedy"),
     [
-        (
-            "cpu",
-            "",
-            53.79,
-            "lower --micro-batch-size 2, add --recompute-granularity full, or put the optimizer's state",
-        ),
+        ("cpu", "", 53.79, "lower --micro-batch-size 2, add --recompute-granularity full, or put the optimizer's"),
         ("cuda", f"{OFFLOADED} --offload-speculation off", 1060.4, "a lower --cpu-optimizer-ratio"),
     ],
 )

@@ -54,15 +54,14 @@ def test_the_first_start_loads_what_it_is_told(launched: Path, trainer: Trainer)
     assert (again.load, again.finetune, again.ckpt_step) == (f"{launched}/run", False, None)
 
 
-@pytest.mark.parametrize(("disk", "memory", "first"), [(4, 6, "memory"), (6, 4, "run"), (4, None, "run")])
-def test_the_newest_state_is_taken(launched: Path, trainer: Trainer, disk: int, memory: int | None, first: str) -> None:
+def test_the_newest_state_is_taken(launched: Path, trainer: Trainer) -> None:
     restart.note_begun()
-    save(trainer, launched / "run", disk)
-    if memory is not None:
-        save(trainer, launched / "memory", memory)
-    config = resolve(recovery.continued(flags(f"--save {launched}/run")), 1)[0]
-    assert config.checkpoint.load == f"{launched}/run"  # or the folder's own checkpoints would be another run's
-    assert checkpoints_in(resume.folders_to_load(config, config.checkpoint.load))[0][1].parent == launched / first
+    for folder, iteration in (("run", 4), ("memory", 6), ("run", 8)):
+        save(trainer, launched / folder, iteration)
+        config = resolve(recovery.continued(flags(f"--save {launched}/run")), 1)[0]
+        assert config.checkpoint.load == f"{launched}/run"  # or the folder's own checkpoints would be another run's
+        newest = checkpoints_in(resume.folders_to_load(config, config.checkpoint.load))[0][1]
+        assert newest == launched / folder / f"iter_{iteration:07d}"
 
 
 def test_fewer_processes_keep_the_global_batch(launched: Path, trainer: Trainer) -> None:

@@ -33,45 +33,41 @@ def whole(parts: TensorParts) -> torch.Tensor:
     return full
 
 
+def states_of(trainer: Trainer) -> dict[str, dict[str, torch.Tensor]]:
+    """Kind -> name -> the values."""
+    kinds = trainer.engine.optimizer.state_tensors()
+    return {kind: {name: whole(parts) for name, parts in views.items()} for kind, views in kinds.items()}
+
+
+def saved(folder: Path, words: str, steps: int) -> Trainer:
+    """A run after so many steps, which it has saved."""
+    trainer = run_of(folder, words)
+    train(trainer, 0, steps)
+    save(trainer, steps)
+    return trainer
+
+
 def save(trainer: Trainer, steps: int) -> None:
     trainer.engine.finish()
-    samples = 4 * steps
-    progress = Progress(iteration=steps, consumed_samples=samples, scheduled_samples=samples)
+    progress = Progress(iteration=steps, consumed_samples=4 * steps, scheduled_samples=4 * steps)
     saved_runs.save(trainer, progress, inputs_of(trainer.config), keep=None)
 
 
-@pytest.mark.parametrize("ratio", [pytest.param("0", marks=pytest.mark.slow), "0.731"])
-def test_adamw_s_moments_become_momenta(ratio: str, tmp_path: Path) -> None:
-    adam = run_of(tmp_path, f"--bf16 {OFFLOAD} {ratio}")
-    train(adam, 0, 3)
-    save(adam, 3)
-    muon, told = run_of(tmp_path, f"{MUON} {OFFLOAD} {ratio}"), list[str]()
-    resume.load(muon, inputs_of(muon.config), told.append)
-    assert any("first moments become Muon's momentum" in sentence for sentence in told)
-    before, after = adam.engine.optimizer.state_tensors(), muon.engine.optimizer.state_tensors()
-    for kind, views in after.items():
-        for name, view in views.items():
-            assert torch.equal(whole(view), whole(before[kind][name])), (kind, name)
-    assert muon.engine.optimizer.steps_taken == 3
-    assert not train(muon, 3, 4)[0][2]
-    adam.close()
-    muon.close()
+def loaded(folder: Path, words: str) -> tuple[Trainer, list[str]]:
+    """A run that goes on there, and what it says."""
+    trainer, told = run_of(folder, words), list[str]()
+    resume.load(trainer, inputs_of(trainer.config), told.append)
+    return trainer, told
 
 
 @pytest.mark.parametrize("name", ["muon", "lion"])
 def test_states_without_a_second_moment_go_on(name: str, tmp_path: Path) -> None:
-    first = run_of(tmp_path, f"--optimizer {name} --bf16")
-    train(first, 0, 2)
-    save(first, 2)
-    second, told = run_of(tmp_path, f"--optimizer {name} --bf16"), list[str]()
-    assert resume.load(second, inputs_of(second.config), told.append).iteration == 2
+    first = saved(tmp_path, f"--optimizer {name} --bf16", 2)
+    second, told = loaded(tmp_path, f"--optimizer {name} --bf16")
     assert not any("the values of" in sentence for sentence in told)
-    before, after = (run.engine.optimizer.state_tensors() for run in (first, second))
-    assert before.keys() == after.keys() and all(
-        torch.equal(whole(view), whole(before[kind][name]))
-        for kind, views in after.items()
-        for name, view in views.items()
-    )
+    before, after = states_of(first), states_of(second)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(value, before[kind][name]) for kind in after for name, value in after[kind].items())
     assert train(first, 2, 4) == train(second, 2, 4)
     first.close()
     second.close()
@@ -79,85 +75,67 @@ def test_states_without_a_second_moment_go_on(name: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_adamw_cannot_go_on_with_momenta(tmp_path: Path) -> None:
-    muon = run_of(tmp_path, MUON)
-    train(muon, 0, 1)
-    save(muon, 1)
+    saved(tmp_path, MUON, 1)
     adam = run_of(tmp_path, "--bf16")
     with pytest.raises(CheckpointError, match="no second moment, which AdamW divides by.*--no-load-optim"):
         resume.progress_to_resume(adam.config, inputs_of(adam.config))
-    anew = run_of(tmp_path, "--bf16 --no-load-optim")
-    assert resume.load(anew, inputs_of(anew.config), lambda _: None).iteration == 1
+    anew, _ = loaded(tmp_path, "--bf16 --no-load-optim")
     assert anew.engine.optimizer.steps_taken == 0
     assert not any(vector.any() for kind, vector in anew.engine.optimizer.vectors.items() if kind != "weights")
 
 
-@pytest.mark.parametrize(
-    ("before", "sentence"),
-    [
-        pytest.param(ROUNDED, "the values of exp_avg are fp32, exactly as they were in bf16", marks=pytest.mark.slow),
-        ("--bf16", "the values of exp_avg_sq are bf16: fp32 was rounded to nearest once"),
-    ],
-)
-def test_a_run_goes_on_with_another_number_format_and_says_so(before: str, sentence: str, tmp_path: Path) -> None:
-    first, told = run_of(tmp_path, f"{before} {OFFLOAD} 0.731"), list[str]()
-    train(first, 0, 3)
-    save(first, 3)
-    second = run_of(tmp_path, f"--bf16 --exp-avg-sq-dtype bf16 {OFFLOAD} 0.731")
-    resume.load(second, inputs_of(second.config), told.append)
-    assert [one for one in told if "the values of" in one] == [f" > {sentence}"]
-    old, new = (trainer.engine.optimizer.state_tensors() for trainer in (first, second))
-    for kind, views in new.items():
-        for name, view in views.items():
-            assert torch.equal(whole(view), whole(old[kind][name]).to(view.dtype)), (kind, name)
-    assert not train(second, 3, 4)[0][2]
-    first.close()
-    second.close()
+TO_MOMENTA = "the matrices' first moments become Muon's momentum"
 
 
 @pytest.mark.parametrize(
     ("before", "after", "sentences"),
     [
-        ("--bf16", EIGHT, ["exp_avg are fp8: fp32 was", "exp_avg_sq are fp8: fp32 was"]),
-        (EIGHT, "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", ["exp_avg_sq are bf16, exactly"]),
-        (EIGHT, MUON, ["exp_avg are fp32, exactly as they were in fp8", "exp_avg_sq are fp32, exactly"]),
-        pytest.param(
-            ROUNDED, EIGHT, ["exp_avg are fp8: bf16 was", "exp_avg_sq are fp8: bf16 was"], marks=pytest.mark.slow
+        (
+            "--bf16",
+            "--bf16 --exp-avg-sq-dtype bf16",
+            ["the values of exp_avg_sq are bf16: fp32 was rounded to nearest"],
         ),
+        pytest.param(
+            ROUNDED,
+            "--bf16 --exp-avg-sq-dtype bf16",
+            ["the values of exp_avg are fp32, exactly as they were in bf16"],
+            marks=pytest.mark.slow,
+        ),
+        ("--bf16", MUON, [TO_MOMENTA]),
+        ("--bf16", EIGHT, ["the values of exp_avg are fp8: fp32 was", "the values of exp_avg_sq are fp8: fp32 was"]),
+        (EIGHT, "--bf16 --exp-avg-dtype fp8 --exp-avg-sq-dtype bf16", ["the values of exp_avg_sq are bf16, exactly"]),
+        (EIGHT, MUON, [TO_MOMENTA, "exp_avg are fp32, exactly as they were in fp8", "exp_avg_sq are fp32, exactly"]),
     ],
 )
-def test_a_run_goes_on_to_and_from_8_bits(before: str, after: str, sentences: list[str], tmp_path: Path) -> None:
-    first, told = run_of(tmp_path, f"{before} {OFFLOAD} 0.731"), list[str]()
-    train(first, 0, 3)
-    save(first, 3)
-    second = run_of(tmp_path, f"{after} {OFFLOAD} 0.4")
-    resume.load(second, inputs_of(second.config), told.append)
-    said = [one for one in told if "the values of" in one]
+def test_a_run_goes_on_with_other_moments_and_says_so(
+    before: str, after: str, sentences: list[str], tmp_path: Path
+) -> None:
+    """The moments are those of before, rounded to nearest once; with Muon a matrix has no second one."""
+    first = saved(tmp_path, f"{before} {OFFLOAD} 0.731", 3)
+    second, told = loaded(tmp_path, f"{after} {OFFLOAD} {0.4 if 'fp8' in before + after else 0.731}")
+    said = [one for one in told if "the values of" in one or TO_MOMENTA in one]
     assert all(sentence in one for sentence, one in zip(sentences, said, strict=True))
-    old, new = (trainer.engine.optimizer.state_tensors() for trainer in (first, second))
+    old, new = states_of(first), states_of(second)
     for name in new["weights"]:
-        assert torch.equal(whole(new["weights"][name]), whole(old["weights"][name]))
-        stored = [whole(old[kind][name]) for kind in STATES]
-        found = [whole(new[kind][name]) for kind in STATES if name in new[kind]]
+        assert torch.equal(new["weights"][name], old["weights"][name])
+        stored = [old[kind][name] for kind in STATES]
+        found = [new[kind][name] for kind in STATES if name in new[kind]]
         wide, draws = as_wide(stored, torch.float32), torch.full(stored[0].shape, 0x80008000 - 2**32, dtype=torch.int32)
         formats = [one.dtype for one in found] if found[1:] else [torch.float32] * 2
         assert all(map(torch.equal, found, in_formats(*wide, formats, draws))), name
-    assert not train(second, 3, 4)[0][2]
+    assert second.engine.optimizer.steps_taken == 3 and not train(second, 3, 4)[0][2]
     first.close()
     second.close()
 
 
 def test_second_moments_that_only_the_conversion_reads_may_be_damaged(tmp_path: Path) -> None:
     """Muon's matrices have none, but first moments in 8 bits are relative to them."""
-    first, told = run_of(tmp_path, EIGHT), list[str]()
-    train(first, 0, 2)
-    save(first, 2)
-    old = {
-        name: as_wide([whole(first.engine.optimizer.state_tensors()[kind][name]) for kind in STATES], torch.float32)[0]
-        for name in first.engine.optimizer.state_tensors()["weights"]
-    }
+    first = saved(tmp_path, EIGHT, 2)
+    before = states_of(first)
+    old = {name: as_wide([before[kind][name] for kind in STATES], torch.float32)[0] for name in before["weights"]}
     train(first, 2, 3)
     save(first, 3)
-    second = run_of(tmp_path, MUON)
+    second, told = run_of(tmp_path, MUON), list[str]()
     states = second.engine.optimizer.state_tensors()
     matrix = next(name for name in states["exp_avg"] if name not in states["exp_avg_sq"])
     newest = tmp_path / "iter_0000003"
@@ -168,7 +146,6 @@ def test_second_moments_that_only_the_conversion_reads_may_be_damaged(tmp_path: 
     assert resume.load(second, inputs_of(second.config), told.append).iteration == 2
     assert any("skipped a damaged checkpoint" in one and f"exp_avg_sq/{matrix}" in one for one in told)
     assert sum("the values of exp_avg are" in one for one in told) == 1
-    for name, view in second.engine.optimizer.state_tensors()["exp_avg"].items():
-        assert torch.equal(whole(view), old[name]), name
+    assert all(torch.equal(value, old[name]) for name, value in states_of(second)["exp_avg"].items())
     first.close()
     second.close()

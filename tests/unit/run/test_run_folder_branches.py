@@ -20,6 +20,7 @@ from gptpar.reporting.sinks import TensorBoardSink
 from gptpar.run.run_folder.branches import finish_branches, leave_branch, read_journal
 from tests.helpers import TINY
 from tests.unit.reporting.records import record
+from tests.unit.run.whole_runs import iterations
 
 Run = Callable[..., str]
 BASE = [word for word in TINY.split() if word not in ("--train-iters", "20")]
@@ -53,10 +54,6 @@ def folder(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def numbers(root: Path) -> list[int]:
-    return [number for number, _ in reversed(find_checkpoints(root))]
-
-
 def steps(root: Path) -> list[int]:
     return [line["iteration"] for line in read_metrics(root / "metrics.jsonl")]
 
@@ -76,10 +73,8 @@ def test_a_beginning_without_a_checkpoint_has_curves_of_its_own(tmp_path: Path, 
     for earlier in range(3):
         pretrain(flags)
         assert curve(tmp_path) == [1, 2, 3]
-        assert [len(list((tmp_path / "tensorboard").glob(f"earlier-{n}/*tfevents*"))) for n in (1, 2, 3)] == [
-            *[1] * earlier,
-            *[0] * (3 - earlier),
-        ]
+        found = [len(list((tmp_path / "tensorboard").glob(f"earlier-{n}/*tfevents*"))) for n in (1, 2, 3)]
+        assert found == [1] * earlier + [0] * (3 - earlier)
         shutil.rmtree(tmp_path / "iter_0000003")  # as if it had been killed before
         (tmp_path / HINT_NAME).unlink()
     assert other.exists()
@@ -93,7 +88,7 @@ def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain:
     branch = folder / "branches" / "1-from-0000004"
     assert f"(checkpoints 6, 8, with metrics and TensorBoard files) was moved to {branch}" in said
     assert f"--load {branch} --save {branch}" in said
-    assert numbers(folder) == [2, 4, 6] and numbers(branch) == [6, 8]
+    assert iterations(folder) == [2, 4, 6] and iterations(branch) == [6, 8]
     assert steps(folder) == [1, 2, 3, 4, 5, 6] and (branch / "metrics.jsonl").read_bytes() == history
     assert curve(folder) == [1, 2, 3, 4, 5, 6] and curve(branch) == list(range(1, 9))
     assert curve(folder, "lm loss vs samples") == [2, 4, 6, 8, 10, 12]
@@ -102,8 +97,8 @@ def test_going_back_leaves_a_branch_that_is_a_run_folder(folder: Path, pretrain:
     assert all(torch.equal(value, before[name]) for name, value in read_tensors(branch / "iter_0000008").items())
     schedule = "--train-iters 10 --override-opt-param-scheduler"
     assert "(iteration 8)" in pretrain(f"{schedule} --load {branch} --save {branch}")
-    assert numbers(branch) == [6, 8, 10] and steps(branch) == list(range(1, 11)) == curve(branch)
-    assert numbers(folder) == [2, 4, 6]
+    assert iterations(branch) == [6, 8, 10] and steps(branch) == list(range(1, 11)) == curve(branch)
+    assert iterations(folder) == [2, 4, 6]
 
 
 @pytest.mark.slow
@@ -131,32 +126,29 @@ def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flags",
+    ("flags", "refused"),
     [
-        "--train-iters 8 --load RUN --save RUN --ckpt-step 4 --skip-train",
-        "--train-iters 6 --load RUN --ckpt-step 4 --override-opt-param-scheduler",
+        pytest.param("--load RUN --save RUN --ckpt-step 4 --skip-train", "", marks=pytest.mark.slow),
+        pytest.param(
+            "--train-iters 6 --load RUN --ckpt-step 4 --override-opt-param-scheduler", "", marks=pytest.mark.slow
+        ),
+        ("--lr 1e-3 --load RUN --save RUN --ckpt-step 4", "its schedule is another one"),
+        ("--save RUN", "already holds checkpoints"),
     ],
 )
-def test_what_only_reads_the_folder_moves_nothing(folder: Path, pretrain: Run, flags: str) -> None:
+def test_what_only_reads_the_folder_or_is_refused_moves_nothing(
+    folder: Path, pretrain: Run, flags: str, refused: str
+) -> None:
     before = snapshot(folder)
-    pretrain(flags.replace("RUN", str(folder)).replace("OTHER", str(folder.parent / "other")))
-    assert snapshot(folder) == before
-
-
-def test_a_start_that_is_refused_moves_nothing(folder: Path, pretrain: Run) -> None:
-    before = snapshot(folder)
-    said = pretrain(f"--lr 1e-3 --train-iters 8 --load {folder} --save {folder} --ckpt-step 4", expect=1)
-    assert "its schedule is another one" in said and snapshot(folder) == before
-    said = pretrain(f"--train-iters 8 --save {folder}", expect=1)
-    assert "already holds checkpoints" in said and snapshot(folder) == before
+    said = pretrain(f"--train-iters 8 {flags.replace('RUN', str(folder))}", expect=bool(refused))
+    assert refused in said and snapshot(folder) == before
 
 
 def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder: Path, pretrain: Run) -> None:
     """As after a kill between the move and the first save of a fine-tuning."""
     leave_branch(folder, -1, 0, folder / "tensorboard", lambda _: None)
-    assert numbers(folder) == [] and not (folder / "metrics.jsonl").exists()
+    assert iterations(folder) == [] and not (folder / "metrics.jsonl").exists()
     before = snapshot(folder)
     branch = folder / "branches" / "1-from-0000000"
     for flags in ("", "--ckpt-step 4", "--finetune --ckpt-step 5"):
@@ -166,7 +158,7 @@ def test_a_folder_whose_checkpoints_are_all_in_branches_is_no_fresh_start(folder
     said = pretrain(f"--train-iters 3 --load {folder} --save {folder} --finetune --ckpt-step 6")
     assert f"all checkpoints of {folder} are in branches: fine-tuning begins with {branch}" in said
     assert f"loaded {branch}/iter_0000006 (iteration 6)" in said
-    assert numbers(folder) == [3] and curve(folder) == [1, 2, 3]
+    assert iterations(folder) == [3] and curve(folder) == [1, 2, 3]
 
 
 CALLS = ("mkdir", "rename", "replace", "unlink")
@@ -198,7 +190,9 @@ def test_kill_9_at_every_step_of_the_move_loses_nothing(tmp_path: Path) -> None:
         branches = list((root / "branches").iterdir()) if (root / "branches").exists() else []
         states.add((moved := bool(branches), bool(said)))
         branch = branches[0] if moved else root
-        assert numbers(root) == ([2] if moved else [2, 4, 6]) and numbers(branch) == ([4, 6] if moved else [2, 4, 6])
+        assert iterations(root) == ([2] if moved else [2, 4, 6]) and iterations(branch) == (
+            [4, 6] if moved else [2, 4, 6]
+        )
         for history in (steps, curve):
             assert history(root) == ([1, 2] if moved else list(range(1, 8))) and history(branch) == list(range(1, 8))
         assert all(verify_checkpoint(path) == [] for place in (root, branch) for _, path in find_checkpoints(place))
@@ -234,21 +228,20 @@ def test_damaged_newer_checkpoints_are_left_in_a_branch(folder: Path, pretrain: 
     said = pretrain(f"--train-iters 8 --load {folder} --save {folder} --save-interval 2 --keep-checkpoints 2")
     assert "skipped a damaged checkpoint" in said and "goes on from iteration 4" in said
     assert "1-from-0000004 (damaged: no run can go on from there)" in said
-    assert numbers(folder) == [6, 8] and steps(folder) == list(range(1, 9))
+    assert iterations(folder) == [6, 8] and steps(folder) == list(range(1, 9))
     assert all(verify_checkpoint(path) == [] for _, path in find_checkpoints(folder))
-    assert numbers(folder / "branches" / "1-from-0000004") == [6, 8]
+    assert iterations(folder / "branches" / "1-from-0000004") == [6, 8]
 
 
 @pytest.mark.slow
-def test_nothing_is_deleted_while_steps_are_skipped(tmp_path: Path, pretrain: Run) -> None:
-    """The weights break at iteration 5; what was saved before is what its user needs."""
-    same = f"--load {tmp_path} --save {tmp_path} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
-    pretrain(f"--train-iters 4 {same}")
-    said = pretrain(f"--train-iters 12 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
-    assert numbers(tmp_path) == [2, 4, 6, 8, 10, 12]
+def test_nothing_is_deleted_while_steps_are_skipped(folder: Path, pretrain: Run) -> None:
+    """The weights break at iteration 9; what was saved before is what its user needs."""
+    same = f"--load {folder} --save {folder} --keep-checkpoints 2 --save-interval 2 --override-opt-param-scheduler"
+    said = pretrain(f"--train-iters 14 --lr 1e30 --clip-grad 0 --lr-decay-style constant {same}")
+    assert iterations(folder) == [2, 4, 6, 8, 10, 12, 14]
     assert said.count("no older checkpoint is deleted while steps are skipped") == 1
-    pretrain(f"--train-iters 8 {same} --ckpt-step 4")
-    assert numbers(tmp_path) == [6, 8] and numbers(tmp_path / "branches" / "1-from-0000004") == [6, 8, 10, 12]
+    pretrain(f"--train-iters 12 {same} --ckpt-step 8")
+    assert iterations(folder) == [10, 12] and iterations(folder / "branches" / "1-from-0000008") == [10, 12, 14]
 
 
 def test_a_branch_whose_checkpoints_are_gone_leaves_the_hint_of_the_run(folder: Path) -> None:

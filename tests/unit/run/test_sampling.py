@@ -69,18 +69,20 @@ def made(stage: Stage, prompts: list[list[int]], **options: object) -> list[list
 PROMPTS = [[1, 2, 3], list(range(14)), list(range(30))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [{"temperature": 0.0}, pytest.param({"temperature": 0.8, "top_k": 20, "top_p": 0.7}, marks=pytest.mark.slow)],
-)
-def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts(options: dict[str, float]) -> None:
+def test_texts_do_not_depend_on_the_cache_nor_on_other_prompts_and_end_by_themselves() -> None:
     """Also those that grow beyond the context, and one that is longer from the start."""
     stage = stage_of("--position-embedding-type rope")
+    options = {"temperature": 0.8, "top_k": 20, "top_p": 0.7}
     together = made(stage, PROMPTS, **options)
     assert together == made(stage, PROMPTS, use_cache=False, **options)
     assert together == [made(stage, [prompt], **options)[0] for prompt in PROMPTS]
     assert all(len(text) == 20 for text in together) and len({tuple(text) for text in together}) == 3
+    stop = together[0][3]
+    for ended, text in zip(made(stage, PROMPTS, stop_at=stop, **options), together, strict=True):
+        assert ended == text[: text.index(stop) + 1 if stop in text else 20]
+    (greedy,) = made(stage, PROMPTS[:1], temperature=0.0)
+    (ended,) = made(stage, PROMPTS[:1], temperature=0.0, stop_at=greedy[3])
+    assert ended == greedy[: greedy.index(greedy[3]) + 1]
 
 
 def test_sampled_tokens_of_a_seed_stay_what_they_were() -> None:
@@ -93,16 +95,6 @@ def test_sampled_tokens_of_a_seed_stay_what_they_were() -> None:
         logits[logits < logits.topk(10).values[-1]] = -torch.inf
         tokens.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
     assert made(stage, [[1, 2, 3]], seed=7, temperature=0.9, top_k=10) == [tokens[3:]]
-
-
-def test_a_text_ends_by_itself_while_others_go_on() -> None:
-    stage = stage_of("")
-    free = made(stage, PROMPTS[:2], temperature=0.0)
-    stop = free[0][3]
-    ended = made(stage, PROMPTS[:2], temperature=0.0, stop_at=stop)
-    for text, whole_text in zip(ended, free, strict=True):
-        end = whole_text.index(stop) + 1 if stop in whole_text else 20
-        assert text == whole_text[:end]
 
 
 @pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.9, 3), (1.0, 4)])

@@ -1,5 +1,6 @@
 """Published forms of questions, malformed lines, and how choices become tokens."""
 
+import dataclasses
 from collections import Counter
 from pathlib import Path
 
@@ -35,30 +36,26 @@ PIQA = {"goal": "To cut bread,", "sol1": "use a knife.", "sol2": "use a spoon."}
 PLAIN = {"query": "a", "choices": ["b", "c"], "gold": 1}
 
 
+BAKING = "Baking: How to bake. Buy flour. Go to a shop. Then the baker"
+HOT = "Question: What is hot?\nAnswer:"
+BREAD = "Question: To cut bread,\nAnswer:"
+
+
 @pytest.mark.parametrize(
-    ("line", "query", "choices", "gold"),
+    ("line", "item"),
     [
-        (
-            HELLASWAG,
-            "Baking: How to bake. Buy flour. Go to a shop. Then the baker",
-            ("mixes it.", "sleeps long. Rest."),
-            1,
-        ),
-        (ARC, "Question: What is hot?\nAnswer:", ("fire", "ice"), 0),
-        (ARC_OF_HUGGING_FACE, "Question: What is hot?\nAnswer:", ("ice", "fire", "snow"), 1),
-        (PIQA | {"label": 1}, "Question: To cut bread,\nAnswer:", ("use a knife.", "use a spoon."), 1),
-        (PLAIN, "a", ("b", "c"), 1),
+        (HELLASWAG, Question(BAKING, ("mixes it.", "sleeps long. Rest."), 1, "")),
+        (ARC, Question(HOT, ("fire", "ice"), 0, "")),
+        (ARC_OF_HUGGING_FACE, Question(HOT, ("ice", "fire", "snow"), 1, "")),
+        (PIQA | {"label": 1}, Question(BREAD, ("use a knife.", "use a spoon."), 1, "")),
+        (PLAIN, Question("a", ("b", "c"), 1, "")),
+        ({"text": "one", "meta": {}}, Document("one", "")),
     ],
 )
-def test_published_forms(line: dict, query: str, choices: tuple[str, ...], gold: int, tmp_path: Path) -> None:
+def test_published_forms(line: dict, item: Question | Document, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "one.jsonl", ["", line])
-    (item,), problems = read_items(Path(file))
-    assert problems == [] and item == Question(query, choices, gold, f"{file}, line 2")
-
-
-def test_texts(tmp_path: Path) -> None:
-    file = write_lines(tmp_path / "t.jsonl", [{"text": "one", "meta": {}}])
-    assert read_items(Path(file))[0] == [Document("one", f"{file}, line 1")]
+    found, problems = read_items(Path(file))
+    assert problems == [] and found == [dataclasses.replace(item, where=f"{file}, line 2")]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +65,8 @@ def test_texts(tmp_path: Path) -> None:
         (PLAIN | {"gold": 2}, "the right choice is number 2, and there are 2 choices, counted from 0"),
         (PLAIN | {"choices": ["b", " "]}, "choice 1 (counted from 0) is empty"),
         (
-            '{"query": "a \\ud83d\\ude00 \\ud800", "choices": ["b", "c"], "gold": 0}',
-            "it has '\\ud800', one half of a surrogate pair, which has no UTF-8 form: remove the line.",
+            '{"query": "\\ud83d\\ude00 \\ud800", "choices": ["b", "c"], "gold": 0}',
+            "it has '\\ud800', one half of a surrogate",
         ),
     ],
 )
@@ -83,13 +80,8 @@ def test_malformed_lines_are_told_with_file_and_line(line: dict | str, told: str
 
 def texts_of(rows: list[TokenRow]) -> list[tuple[str, str]]:
     """(what is read before the scored tokens, the scored tokens), as text."""
-    return [
-        (
-            TOKENIZER.decode(row.tokens[: -row.num_scored]),
-            TOKENIZER.decode(row.tokens[len(row.tokens) - row.num_scored :]),
-        )
-        for row in rows
-    ]
+    cut = [(row.tokens, len(row.tokens) - row.num_scored) for row in rows]
+    return [(TOKENIZER.decode(tokens[:start]), TOKENIZER.decode(tokens[start:])) for tokens, start in cut]
 
 
 def test_white_space_between_query_and_choice_belongs_to_the_choice() -> None:
@@ -101,14 +93,6 @@ def test_an_empty_query_is_the_end_of_document(query: str) -> None:
     (row,) = continuation_rows(TOKENIZER, query, [" c"], 8)
     assert list(row.tokens) == [TOKENIZER.eod, *TOKENIZER.encode(f"{query} c")]
     assert row.num_scored == len(query) + 2
-
-
-def test_a_long_query_loses_its_beginning() -> None:
-    """The model reads as many tokens as its context is long; the last one is predicted only."""
-    (row,) = continuation_rows(TOKENIZER, "abcdefghij", [" xyz"], 6)
-    assert texts_of([row]) == [("hij", " xyz")] and len(row) == 6
-    (all_scored,) = continuation_rows(TOKENIZER, "abcdefghij", [" vwxyz"], 6)
-    assert texts_of([all_scored]) == [("j", " vwxyz")]
 
 
 @pytest.mark.parametrize("length", [1, 4, 5, 8, 11])

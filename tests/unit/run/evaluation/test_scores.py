@@ -57,12 +57,8 @@ def test_log_likelihoods_and_scores_are_those_by_hand(name: str, tmp_path: Path)
                 query, ends = query[:-1], [" " + end for end in ends]
             sums = [by_hand(trainer, query, encode(end)) for end in ends]
             choices: list[str] = question["choices"]  # type: ignore[assignment]
-            lengths = {
-                "acc": [1] * 3,
-                "acc_norm": [*map(len, choices)],
-                "acc_bytes": [len(c.encode()) for c in choices],
-            }
-            for score, by in lengths.items():
+            bytes_of = [len(choice.encode()) for choice in choices]
+            for score, by in (("acc", [1] * 3), ("acc_norm", [*map(len, choices)]), ("acc_bytes", bytes_of)):
                 values = torch.tensor([value / length for value, length in zip(sums, by, strict=False)])
                 right[score] += int(values.argmax()) == question["gold"]
             wanted += sums
@@ -90,27 +86,21 @@ def test_the_three_accuracies_differ_as_defined() -> None:
     assert found["acc_stderr"] == pytest.approx(math.sqrt(0.25 / 1)) and found["acc_norm_stderr"] == 0.0
 
 
-@pytest.mark.parametrize(
-    "tokens", [pytest.param(1, marks=pytest.mark.slow), 32, 100, pytest.param(10_000, marks=pytest.mark.slow)]
-)
-def test_batch_size_and_padding_change_nothing(tokens: int, tmp_path: Path) -> None:
+def test_batch_size_and_padding_change_nothing(tmp_path: Path) -> None:
     trainer = make_trainer(byte_config("--fp64"))
     (questions, _) = tasks_in(tmp_path)
-    alone = torch.cat([evaluator_of(trainer).log_likelihoods(one, lambda: False) for one in one_by_one(questions)])
-    together = evaluator_of(trainer, tokens).log_likelihoods(questions, lambda: False)
-    torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
-
-
-def one_by_one(task: Task) -> list[Task]:
-    return [Task(task.name, [], [row], [0]) for row in task.rows]
+    one_by_one = [Task("one", [], [row], [0]) for row in questions.rows]
+    alone = torch.cat([evaluator_of(trainer).log_likelihoods(one, lambda: False) for one in one_by_one])
+    for tokens in (1, 32, 100, 10_000):
+        together = evaluator_of(trainer, tokens).log_likelihoods(questions, lambda: False)
+        torch.testing.assert_close(together, alone, rtol=1e-10, atol=0)
 
 
 def test_all_data_ranks_compute_the_same_shapes_and_each_row_once() -> None:
     lengths = [5, 40, 17, 17, 3, 1, 33, 0, 16]
     for ranks in (1, 2, 4):
-        plans = [
-            plan_batches(lengths, tokens=64, context=40, multiple=3, ranks=ranks, rank=rank) for rank in range(ranks)
-        ]
+        how = {"tokens": 64, "context": 40, "multiple": 3, "ranks": ranks}
+        plans = [plan_batches(lengths, **how, rank=rank) for rank in range(ranks)]
         assert len({tuple((batch.height, batch.width) for batch in plan) for plan in plans}) == 1
         assert sorted(row for plan in plans for batch in plan for row in batch.rows) == list(range(len(lengths)))
         assert all(batch.width == 40 for batch in plans[0])  # 48 tokens would be more than the context

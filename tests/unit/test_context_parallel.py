@@ -13,7 +13,7 @@ from gptpar.config.sections.parallel import groups_gathered
 from gptpar.config.validate import resolve
 from gptpar.context_parallel import ContextSplit, attend_by_gathering
 from gptpar.data.loader import MicroBatch
-from gptpar.model import head_exchange, varlen_attention
+from gptpar.model import head_exchange
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import seed_fields, seeds_field
 from gptpar.model.head_exchange import HeadExchange
@@ -23,7 +23,7 @@ from gptpar.plan.timing import step_time
 from gptpar.tensor_parallel.cost import Cost
 from tests.one_by_one import OneByOne
 from tests.pairs import every_pair
-from tests.unit.model.plain_attention import flash, use_plain_kernels
+from tests.unit.model.plain_attention import use_plain_kernels
 
 TINY = (
     "--num-layers 2 --hidden-size 64 --micro-batch-size 1 --train-iters 1 --lr 1e-3 --mock-data --vocab-size 90 "
@@ -94,12 +94,6 @@ def rule_of(way: str, starts: list[int] | None, window: int | None, heads: int, 
     )
 
 
-def with_sinks(q: Any, k: Any, v: Any, sinks_H: torch.Tensor, *how: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator's outputs, differentiated by torch."""
-    y_NHK, lse_HN = flash(q, k, v, *how)
-    return y_NHK * (lse_HN - sinks_H[:, None]).sigmoid().t()[..., None], lse_HN
-
-
 def note_gathered(monkeypatch: pytest.MonkeyPatch) -> list[StorageWeakRef]:
     """The storages of all keys and values that are gathered."""
     gathered: list[StorageWeakRef] = []
@@ -138,7 +132,6 @@ def test_keys_and_values_are_gathered_again(
     if way.startswith("kernel"):
         monkeypatch.setattr(context_parallel, "has_varlen_kernel", lambda *shape: True)
         use_plain_kernels(monkeypatch)
-        monkeypatch.setattr(varlen_attention, "varlen_attention_with_sinks", with_sinks)
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
     ranks.exchange(monkeypatch)
     gathered = note_gathered(monkeypatch)

@@ -267,9 +267,9 @@ def _state_of(
     )
     if problems:
         raise CheckpointError(
-            f"nothing was saved: {'; '.join(problems)}. client_state may hold numbers, texts, tensors, arrays, bytes, and "
-            "lists, tuples, sets, dictionaries and namespaces of these; the engine's other state may hold no tensors. "
-            "Keep what does not fit in a file of your own, or as numbers (.tolist())."
+            f"nothing was saved: {'; '.join(problems)}. client_state may hold numbers, texts, tensors, arrays, bytes, "
+            "and lists, tuples, sets, dictionaries and namespaces of these; the engine's other state may hold no "
+            "tensors. Keep what does not fit in a file of your own, or as numbers (.tolist())."
         )
     return state
 

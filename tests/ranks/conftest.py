@@ -11,6 +11,6 @@ from tests.spawn import RankPool
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], RankPool]]:
-    """So many processes."""
+    """A pool of as many processes as it is asked for."""
     with ExitStack() as stack:
         yield cache(lambda size: stack.enter_context(RankPool(size)))

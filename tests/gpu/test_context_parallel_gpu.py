@@ -34,7 +34,9 @@ def documents(batch: int) -> torch.Tensor:
 def by_ranks(
     monkeypatch: pytest.MonkeyPatch, size: int, whole: list[torch.Tensor], grad: torch.Tensor, rule: AttentionRule
 ) -> list[torch.Tensor]:
-    """Output and gradients of whole samples, from ranks one after the other."""
+    """Output and gradients of whole samples, and of sinks where there are some, from ranks one after the other."""
+    sinks = [] if rule.sinks_H is None else [rule.sinks_H]
+    d_sinks = [torch.zeros_like(one, dtype=torch.float64) for one in sinks]
     ranks = OneByOne(size, whole[1].detach(), whole[2].detach())
     ranks.exchange(monkeypatch)
     y, d_q = torch.empty_like(grad), torch.empty_like(grad)
@@ -43,28 +45,39 @@ def by_ranks(
         own = [x.detach()[:, :, places].requires_grad_() for x in whole]
         mine = attend_by_gathering(split, cast(Any, ranks), own[0], own[1], own[2], rule)
         y[:, :, places] = mine.detach()
-        (d_q[:, :, places],) = torch.autograd.grad(mine, own[0], grad[:, :, places])
-    return [y, d_q, *ranks.gradients()]
+        d_q[:, :, places], *of_sinks = torch.autograd.grad(mine, [own[0], *sinks], grad[:, :, places])
+        d_sinks = [total + one for total, one in zip(d_sinks, of_sinks, strict=True)]
+    return [y, d_q, *ranks.gradients(), *d_sinks]
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("window", [None, 37])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(("size", "at_once"), [(2, 4), (4, 1), (4, 3)])
 def test_gathered_keys_are_those_of_one_process(
-    monkeypatch: pytest.MonkeyPatch, size: int, at_once: int, batch: int, window: int | None, has_documents: bool
+    monkeypatch: pytest.MonkeyPatch,
+    size: int,
+    at_once: int,
+    batch: int,
+    window: int | None,
+    has_documents: bool,
+    has_sinks: bool,
 ) -> None:
     """The kernel of variable length with more keys than queries, against a mask in fp64 with all of them."""
     monkeypatch.setattr(parallel, "MAX_GATHERED_BYTES", at_once * 2 * batch * LENGTH * WIDTH * 2)
     whole, cu_seqlens = inputs(batch), documents(batch) if has_documents else None
-    wide = [x.detach().double().requires_grad_() for x in whole]
-    rule = AttentionRule(cu_seqlens, None, window, 0.2)
-    wanted = core_attention(wide[0], wide[1], wide[2], rule)
+    sinks_H = torch.linspace(-3, 5, HEADS, dtype=whole[0].dtype, device=DEVICE).requires_grad_() if has_sinks else None
+    given = whole if sinks_H is None else [*whole, sinks_H]
+    wide = [x.detach().double().requires_grad_() for x in given]
+    rule = AttentionRule(cu_seqlens, None, window, 0.2, sinks_H)
+    wanted = core_attention(wide[0], wide[1], wide[2], rule._replace(sinks_H=wide[3] if has_sinks else None))
     grad = torch.randn_like(whole[0])
     wanted_all = [wanted.detach(), *torch.autograd.grad(wanted, wide, grad.double())]
     found = by_ranks(monkeypatch, size, whole, grad, rule)
     for got, right in zip(found, wanted_all, strict=True):
-        torch.testing.assert_close(got.double(), right, rtol=TOLERANCE, atol=TOLERANCE * right.abs().max().item())
+        relative = TOLERANCE if got.ndim > 1 else 3 * TOLERANCE  # a sink's sum over all tokens nearly cancels
+        torch.testing.assert_close(got.double(), right, rtol=relative, atol=relative * right.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -179,6 +179,7 @@ def test_a_closed_trainer_leaves_no_memory(flags: str) -> None:
     [
         ("--global-batch-size 2", 1, "a step of 2 samples is one micro-batch of each process, so that there is no sum"),
         ("", 2, "a step of 4 samples is one micro-batch of each process, so that there is no sum"),
+        ("--global-batch-size 8 --zero-stage 2", 2, "--zero-stage 2 sums each micro-batch's gradient over processes"),
         ("--global-batch-size 8 --zero-stage 3", 2, "--zero-stage 3 sums each micro-batch's gradient over processes"),
         (
             "--global-batch-size 8 --cpu-optimizer --offload-gradients on",

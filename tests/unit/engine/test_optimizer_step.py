@@ -5,8 +5,14 @@ import math
 import pytest
 import torch
 
+from gptpar.engine.master_optimizer import MasterOptimizer
+from gptpar.engine.ranges import Place
+from gptpar.engine.table import ParameterTable
+from gptpar.optim.adamw import ADAMW
 from gptpar.run.trainer import Trainer
+from gptpar.topology.mesh import Mesh
 from tests.helpers import make_trainer, tiny_config
+from tests.unit.engine.small_units import infos
 from tests.unit.engine.tiny_steps import forward_backward, update
 
 
@@ -64,3 +70,15 @@ def test_only_sums_are_kept_in_fp32() -> None:
     trainer = make_trainer(tiny_config("--bf16"))
     with pytest.raises(AssertionError):
         trainer.engine.begin_gradients(2)
+
+
+def test_what_both_tensor_ranks_hold_counts_on_the_first_one() -> None:
+    """In numbers of zeros and norms of weights; the padding behind a parameter is zero, too, and counts nowhere."""
+    zeros, squares = [], []
+    for rank in range(2):
+        table = ParameterTable.of({"layer": infos({"norm.weight": (5,)})}, Place(Mesh(tensor=2), rank))
+        optimizer = MasterOptimizer([ADAMW] * 4, table, torch.zeros(table.length()), 0.0)
+        optimizer.parts("weights")["norm.weight"].fill(torch.ones(5))
+        zeros.append(optimizer.zeros_in_grad())
+        squares.append(optimizer.square_of_weights().item())
+    assert zeros == [5, 0] and squares == [pytest.approx(5.0, rel=1e-6), 0.0]

@@ -6,7 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from gptpar.engine.ranges import Home
 from gptpar.errors import GptparError
 from gptpar.offload import build, machine
 from gptpar.offload.buckets import StateSize
@@ -68,6 +70,22 @@ def test_zeros_and_norms_count_both_shares() -> None:
     )
     assert divided == pytest.approx(whole, rel=1e-12)
     shared.close()
+
+
+def test_a_save_finds_the_state_of_one_home_at_a_time() -> None:
+    """The device's at its begin, and the host's later, where the views that it has taken show it."""
+    trainer = make_trainer(tiny_config(config_words(f"{OFFLOAD} 0.3")))
+    optimizer = trainer.engine.optimizer
+    shown = {
+        kind: [(unit, at, torch.full_like(values, 7)) for unit, at, values in views]
+        for kind, views in optimizer.host_views().items()
+    }
+    both, device, host = map(optimizer.state_tensors, (None, Home.DEVICE, shown))
+    for kind in optimizer.vectors:
+        held = [sum(one.num_held for one in found[kind].values()) for found in (both, device, host)]
+        assert held == [28032, 19622, 8410]  # 8410 = 0.3 x 28032
+        assert all(bool((part == 7).all()) for one in host[kind].values() for _, part in one.parts)
+    trainer.close()
 
 
 def test_speculation_gets_the_memory_there_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gptpar
+from gptpar.offload import buckets
 from gptpar.offload.events import EventLog, What
 from tests.any_module.case import engine_config
 from tests.offload_log import logged, starts_of
@@ -52,8 +53,9 @@ def train(ratio: float, passes: int, log: EventLog | None = None, **options: boo
         loss = engine(torch.randint(VOCAB, (3, 9), generator=generator))
         if log is not None and (number + 1) % passes == 0:
             assert model.embedded is not None
+            prepared = {event.start for event in log.of(What.PREPARED, unit=UNIT)}
             model.embedded.register_hook(
-                lambda grad: wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN, UNIT)))
+                lambda grad, mine=prepared: wait_until(lambda: mine <= starts_of(log, What.SPECULATION_BEGUN, UNIT))
             )
         engine.backward(loss)
         engine.step()
@@ -67,14 +69,18 @@ def train(ratio: float, passes: int, log: EventLog | None = None, **options: boo
     [({}, 1, 0.6), ({"calls": 3}, 2, 1.0), ({"reads_weight": True}, 2, 1.0)],
     ids=str,
 )
-def test_a_partial_gradient_changes_no_bit(ratio: float, passes: int, options: dict[str, bool | int]) -> None:
+def test_a_partial_gradient_changes_no_bit(
+    ratio: float, passes: int, options: dict[str, bool | int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several buckets cut the weight, and each of them has rows that are looked up."""
+    monkeypatch.setattr(buckets, "BUCKET_ELEMENTS", 300_007)
     expected = train(0.0, passes, **options)
     with logged() as log:
         got = train(ratio, passes, log, **options)
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
-    buckets = len(log.of(What.PREPARED, unit=UNIT))
-    assert buckets == 1 and len(log.of(What.SUBMITTED_PARTIAL, unit=UNIT)) == STEPS
-    assert len(log.of(What.COMPLETION_BEGUN, unit=UNIT)) == STEPS  # the looked-up rows, or all of them
+    number = len(log.of(What.PREPARED, unit=UNIT))
+    assert number > 1 and len(log.of(What.SUBMITTED_PARTIAL, unit=UNIT)) == STEPS * number
+    assert len(log.of(What.COMPLETION_BEGUN, unit=UNIT)) == STEPS * number  # the looked-up rows, or all of them
     assert not log.of(What.UPDATE_BEGUN, unit=UNIT)
 
 

@@ -55,6 +55,7 @@ def test_the_gated_unit_of_bigscience_has_the_plain_width() -> None:
         ("--save-xser run", "--save run"),
         ("--kill-switch-file stop", "--kill-switch-path stop"),
         ("--num_experts 1", ""),
+        ("--create-moe-param-group --disable-moe-token-dropping --moe-eval-capacity-factor 1.0 --data-impl mmap", ""),
         ("--muon-no-split-qkv", "--muon-qkv fused"),
         ("--muon-split-qkv-per-head", "--muon-qkv heads"),
         ("--muon-tp-mode duplicated --muon-fp32-matmul-prec medium --muon-scalar-optimizer adam", ""),

@@ -70,6 +70,12 @@ def test_last_bits_of_the_weights_are_megatrons(weights: list[float], n: int, le
     assert zlib.crc32(np.array([j for j, _ in located(blend)], "<i2").tobytes()) == crc
 
 
+def test_each_set_has_half_a_percent_more_than_its_share() -> None:
+    """2,500.25 and 7,500.75 samples; Megatron rounds them up before that, too, and its older versions did not."""
+    assert sizes_per_dataset(10_001, [1, 3]) == [2514, 7539]
+    assert sizes_per_dataset(10_001, [1, 3], "legacy") == [2513, 7539]
+
+
 def test_without_weights_each_set_is_read_once() -> None:
     sizes = [5, 0, 17, 3]
     blend = BlendedDataset(sets_of(sizes))

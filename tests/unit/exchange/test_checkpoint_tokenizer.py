@@ -98,6 +98,7 @@ def test_a_moved_run_folder_needs_nothing_else(
     ("change", "told"),
     [
         (lambda copy: shutil.rmtree(copy), ["vocab.json cannot be read: No such file", "merges.txt cannot be read"]),
+        (lambda copy: (copy / "merges.txt").write_bytes(b"b a\n"), ["merges.txt has the SHA-256 .* was saved"]),
         (lambda copy: link(copy / "vocab.json", copy / "merges.txt"), ["vocab.json is a link"]),
         (lambda copy: link(copy / "vocab.json", copy / "vocab.json"), ["vocab.json cannot be read: Too many levels"]),
         (lambda copy: (copy / "tokenizer_config.json").touch(), ["tokenizer_config.json was not saved with it"]),

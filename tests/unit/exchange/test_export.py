@@ -1,6 +1,8 @@
 """Checkpoints of runs that began in gptpar go out: padding, tokenizer, family, and what no family has."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,11 +123,8 @@ def test_kept_headers_name_files_of_the_new_folder_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither transformers nor safetensors is needed for what is made again."""
+def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path) -> None:
     save_theirs(tmp_path / "theirs", "Llama")
-    for name in ("transformers", "safetensors"):
-        monkeypatch.setitem(sys.modules, name, None)
     made_run(tmp_path)
     said: list[str] = []
     exports = Exports(2, said.append)
@@ -135,3 +134,16 @@ def test_an_export_that_fails_is_told_and_the_run_goes_on(tmp_path: Path, monkey
     assert len(said) == 2 and "exported iter_0000000" in said[0]
     assert said[1].startswith("WARNING: no Hugging Face folder was made") and "nothing is overwritten" in said[1]
     assert contents(tmp_path / "run/hf/iter_0000000") == contents(tmp_path / "theirs")
+
+
+@pytest.mark.slow
+def test_neither_transformers_nor_safetensors_is_needed(tmp_path: Path) -> None:
+    """In a process that has imported nothing of them yet."""
+    save_theirs(tmp_path / "theirs", "Llama")
+    program = (
+        "import sys; sys.modules.update(transformers=None, safetensors=None); from gptpar.cli.convert import main; "
+        "sys.exit(main(['theirs', 'run']) or main(['run', 'back']))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert contents(tmp_path / "back") == contents(tmp_path / "theirs")

@@ -256,9 +256,13 @@ def close_once_garbage(
     """
     process = os.getpid()  # a forked child has none of the threads
 
+    def close() -> None:
+        thread._shared.transfers.enter_thread()  # a new thread's device is the first GPU
+        close_in_turn(sums, thread)
+
     def begin() -> None:
         if os.getpid() == process:
-            threading.Thread(target=close_in_turn, args=(sums, thread), daemon=True).start()
+            threading.Thread(target=close, daemon=True).start()
 
     end = weakref.finalize(owner, begin)
     end.atexit = False

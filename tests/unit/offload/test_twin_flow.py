@@ -222,5 +222,7 @@ def test_every_problem_is_told_at_once() -> None:
         assert words in str(told.value)
     with pytest.raises(ValueError, match="no parameters"):
         TwinFlowAdamW([])
+    with pytest.raises(ValueError, match=r"groups \[1\] have no 'params'"):
+        TwinFlowAdamW([{"params": nn.Linear(2, 1).parameters()}, {"lr": 1.0}])
     with pytest.raises(ValueError, match="fp64 parameters cannot share"):
         TwinFlowAdamW([leaf, torch.zeros(2, dtype=torch.float64, requires_grad=True)])

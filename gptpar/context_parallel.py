@@ -217,7 +217,7 @@ class _Saved:
         for number, one in enumerate(self.gathered):
             if x.untyped_storage().data_ptr() == one.untyped_storage().data_ptr():
                 return number, x.shape, x.stride(), x.storage_offset()
-        self.others.append(x.detach())  # what is saved may be a leaf, whose own memory is given up
+        self.others.append(x.detach())  # x may be a leaf, whose data is replaced at the end of the forward pass
         return len(self.others) - 1
 
     def unpack(self, packed: Any) -> torch.Tensor:

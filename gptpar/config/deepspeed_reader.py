@@ -31,7 +31,7 @@ WITHOUT_UNKNOWN = (
 WITH_UNKNOWN = (
     *("pipeline.", "activation_checkpointing.", "optimizer.", "scheduler.", "checkpoint.", "aio.", "flops_profiler."),
 )
-"""Sections in which DeepSpeed ignores unknown keys, as it does at the top level."""
+"""DeepSpeed ignores unknown keys in these sections and at the top level."""
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,10 @@ class GradientCollector:
 
 
 def _take_for(collector: weakref.ref[GradientCollector], *arguments: Any, is_added: bool = False) -> None:
-    """A parameter's hook. Autograd keeps it out of Python's sight: an engine in it could never be garbage."""
+    """A parameter's hook, which refers weakly to its collector.
+
+    Autograd holds hooks where Python's garbage collector does not look: one that referred to the collector would keep a
+    dropped engine for ever.
+    """
     if (alive := collector()) is not None:
         alive._take(*arguments, is_added=is_added)

@@ -249,7 +249,7 @@ class ParameterGatherer:
                 self._staying.update(self._units[previous])
 
     def _has_room(self, coming: int = 0) -> bool:
-        """Whether units may stay with so many more bytes in use. Sharded ones never do: processes differ in memory."""
+        """Whether units may stay with ``coming`` more bytes in use. Sharded ones may not: memory differs by process."""
         can_stay = self._memory.transient and not self._is_sharded
         return can_stay and self._room is not None and self._memory.in_use() + coming <= self._room
 

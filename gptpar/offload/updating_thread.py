@@ -250,14 +250,14 @@ def close_in_turn(sums: HostGradientSums | None, thread: UpdatingThread, patienc
 def close_once_garbage(
     owner: object, sums: HostGradientSums | None, thread: UpdatingThread
 ) -> weakref.finalize[[], Any]:
-    """Arrange :func:`close_in_turn` for an owner that nobody closes, until the result's ``detach`` is called.
+    """Arrange that the threads are closed if ``owner`` is garbage before the result's ``detach`` is called.
 
-    A thread of its own does it: whoever finds the garbage may hold a lock that the others wait for.
+    A new thread closes them: the thread in which Python finds garbage may hold a lock that they wait for.
     """
     process = os.getpid()  # a forked child has none of the threads
 
     def close() -> None:
-        thread._shared.transfers.enter_thread()  # a new thread's device is the first GPU
+        thread._shared.transfers.enter_thread()  # a new thread has the first GPU, not its process's
         close_in_turn(sums, thread)
 
     def begin() -> None:

@@ -193,11 +193,7 @@ def test_an_error_of_one_process_is_raised_on_all_with_its_rank(bench: Bench, ac
 
 
 def save_alone(rank: int, stage: int, behind: int, folder: str) -> str:
-    """Some steps, of which the first process takes fewer, and a save of the first process alone, before the others end.
-
-    Returns:
-        The error.
-    """
+    """Train; the first process alone saves, ``behind`` steps before its last one. Returns the error."""
     order_watch.LOOK_SECONDS_WITHOUT_UNITS = 0.3
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     engine, *_ = gptpar.initialize(model=model, config=engine_config(stage))
@@ -241,7 +237,7 @@ def test_a_stage_that_saves_alone_is_told_before_its_process_ends(tmp_path: Path
 
 
 def freeze_alone(rank: int) -> tuple[str, bool]:
-    """(the error of a step in which one process alone has frozen a parameter, whether it changed nothing)"""
+    """Freeze a parameter on one process alone and step; returns the error, and whether the weights are unchanged."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
     engine, *_ = gptpar.initialize(model=model, config=engine_config())

@@ -78,7 +78,7 @@ def assert_ranks_have_their_part(
     whole: list[torch.Tensor],
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Two and four ranks, of which each attends with its heads, from its first group on."""
+    """Divide the heads over two and over four ranks: what each computes is its part of ``whole``."""
     for size in (2, 4):
         of_ranks = []
         for rank in range(size):

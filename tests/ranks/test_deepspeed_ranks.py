@@ -28,7 +28,7 @@ def make() -> nn.Sequential:
 
 
 def trained_plainly(model: nn.Module, per_step: int) -> list[float]:
-    """Losses of three steps over so many micro-batches each."""
+    """The losses of three steps, each over ``per_step`` micro-batches."""
     optimizer, losses, batches = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.0), [], micro_batches()
     for step in range(3):
         pairs = batches[per_step * step : per_step * (step + 1)]

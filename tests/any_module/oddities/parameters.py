@@ -114,7 +114,7 @@ def in_two_calls(model: Model, batch: Batch) -> torch.Tensor:
 
 
 def frozen(*parts: str) -> nn.Module:
-    """An MLP in which these parts are not trained."""
+    """An MLP whose submodules of these names are frozen."""
     model = Mlp()
     for part in parts:
         model.get_submodule(part).requires_grad_(False)

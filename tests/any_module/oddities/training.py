@@ -82,7 +82,7 @@ FROZEN_IN = {
     "blocks.2.down.weight": {3, 4, 6, 7},
     "last.bias": {4},
 }
-"""Parameter -> steps in which it is frozen; a gradient never reaches the first layers in steps 5 to 7."""
+"""Parameter -> the steps in which it is frozen. In steps 5 to 7, ``first`` and ``blocks.0`` are frozen as a whole."""
 
 
 def frozen_in_turns(model: Model, batch: Batch) -> torch.Tensor:

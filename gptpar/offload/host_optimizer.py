@@ -338,15 +338,10 @@ class HostOptimizer:
             self._queue.send_weights(bucket)
         self.finish()
 
-    def close(self, patience: float | None = None) -> None:
-        """End the thread, after a requested step, and free the memory of the transfers.
-
-        Args:
-            patience: seconds after which a device counts as silent. Then the thread ends with the process. Default:
-                ``CLOSE_SECONDS``.
-        """
+    def close(self) -> None:
+        """End the threads, after a requested step, and free the memory of the transfers."""
         self._end.detach()
-        close_in_turn(self.sums, self._thread, patience)
+        close_in_turn(self.sums, self._thread)
 
     @property
     def steps_taken(self) -> int:

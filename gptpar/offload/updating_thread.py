@@ -53,13 +53,17 @@ class UpdatingThread(threading.Thread):
         self._at_exit = partial(_close_at_exit, weakref.ref(self), os.getpid())
         atexit.register(self._at_exit)
 
-    def close(self, patience: float | None = None) -> None:
-        """See :meth:`HostOptimizer.close <gptpar.offload.host_optimizer.HostOptimizer.close>`."""
+    def close(self, patience: float = CLOSE_SECONDS) -> None:
+        """See :meth:`HostOptimizer.close <gptpar.offload.host_optimizer.HostOptimizer.close>`.
+
+        Args:
+            patience: seconds after which a device counts as silent. Then the thread ends with the process.
+        """
         shared = self._shared
         with shared.changed:
             closed, shared.closing = shared.closing, True
             shared.changed.notify_all()
-        self.join(CLOSE_SECONDS if patience is None else patience)
+        self.join(patience)
         if not closed:
             atexit.unregister(self._at_exit)
             SWITCH_INTERVAL.restore(SWITCH_SECONDS)
@@ -240,11 +244,11 @@ def _begin_copy_if_needed(bucket: Bucket, event: What) -> None:
         bucket.grad.begin(urgent=True)
 
 
-def close_in_turn(sums: HostGradientSums | None, thread: UpdatingThread, patience: float | None = None) -> None:
+def close_in_turn(sums: HostGradientSums | None, thread: UpdatingThread) -> None:
     """End the thread of the sums, if there is one, and then the updating thread, which frees the transfers' memory."""
     if sums is not None:
         sums.close()
-    thread.close(patience)
+    thread.close()
 
 
 def close_once_garbage(

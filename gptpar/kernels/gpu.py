@@ -7,9 +7,9 @@ import warnings
 import torch
 
 try:
-    from gptpar.kernels.triton import adam, addition, bias, blend, gate, head_norm, loss, norm, product
+    from gptpar.kernels.triton import adam, addition, bias, blend, copies, gate, head_norm, loss, norm, product
 except ImportError as missing:
-    adam = addition = bias = blend = gate = head_norm = loss = norm = product = None  # type: ignore[assignment]
+    adam = addition = bias = blend = copies = gate = head_norm = loss = norm = product = None  # type: ignore[assignment]
     if torch.version.cuda or torch.version.hip:
         warnings.warn(f"Triton cannot be imported ({missing}): GPUs take torch's operators instead", stacklevel=2)
 
@@ -19,4 +19,4 @@ def takes(tensor: torch.Tensor) -> bool:
     return loss is not None and tensor.is_cuda and tensor.dtype != torch.float64
 
 
-__all__ = ["adam", "addition", "bias", "blend", "gate", "head_norm", "loss", "norm", "product", "takes"]
+__all__ = ["adam", "addition", "bias", "blend", "copies", "gate", "head_norm", "loss", "norm", "product", "takes"]

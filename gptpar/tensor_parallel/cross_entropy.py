@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gptpar.kernels import gpu, plain_loss
+from gptpar.kernels.addition import add
 from gptpar.kernels.plain_loss import CROSS_ENTROPY, LossTerms, token_losses
 from gptpar.tensor_parallel.axis import ALONE, TensorAxis
 from gptpar.tensor_parallel.products import product
@@ -53,17 +54,17 @@ def _weight_grad(
     others_VD: torch.Tensor | None,
     on_rows: Callable[[torch.Tensor, slice], None] | None,
 ) -> torch.Tensor:
-    """The weight's gradient: that of the last chunk plus the sum of all others.
+    """The weight's gradient: that of the last chunk plus the sum of all others, rounded once.
 
     Args:
-        others_VD: this sum; it is overwritten.
+        others_VD: this sum.
         on_rows: is called with the gradient and some of its rows, as soon as these are formed.
     """
     grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1])
     for rows in row_pieces(len(grad_VD)):
         product(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
         if others_VD is not None:
-            grad_VD[rows] = others_VD[rows].add_(grad_VD[rows])
+            add(others_VD[rows], grad_VD[rows], grad_VD[rows])
         if on_rows is not None:
             on_rows(grad_VD, rows)
     return grad_VD
@@ -207,9 +208,12 @@ class LinearCrossEntropy(torch.autograd.Function):
             if grad_hidden_ND is None or grad_NV is None:
                 continue
             if start + step < num_tokens:
-                contribution_VD = product(grad_NV.t(), hidden_ND[part])
-                sum_VD = contribution_VD.to(wide) if sum_VD is None else sum_VD.add_(contribution_VD)
-                del contribution_VD
+                chunk_VD = product(grad_NV.t(), hidden_ND[part])
+                if sum_VD is not None:  # one chunk's contribution alone is kept in the weight's number format
+                    total_VD = sum_VD if sum_VD.dtype == wide else torch.empty_like(sum_VD, dtype=wide)
+                    chunk_VD = add(sum_VD, chunk_VD, total_VD)
+                sum_VD = chunk_VD
+                del chunk_VD
             else:
                 grad_weight_VD = _weight_grad(grad_NV, hidden_ND[part], sum_VD, on_weight_grad)
             product(grad_NV, weight_VD, out=grad_hidden_ND[part])
@@ -221,10 +225,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Gradients of hidden and weight."""
-        grad_hidden_ND, grad_weight_VD, scale = ctx.saved_tensors
-        ratio = grad_loss / scale
-        return (
-            grad_hidden_ND * ratio.to(grad_hidden_ND.dtype),
-            grad_weight_VD * ratio.to(grad_weight_VD.dtype),
-            *[None] * 8,
-        )
+        *gradients, scale = ctx.saved_tensors
+        # The engine passes ``scale`` itself. A compiler has no addresses.
+        if torch.compiler.is_compiling() or grad_loss.data_ptr() != scale.data_ptr():
+            ratio = grad_loss / scale
+            gradients = [gradient * ratio.to(gradient.dtype) for gradient in gradients]
+        return *gradients, *[None] * 8

@@ -7,7 +7,7 @@ from gptpar.model.block import make_experts
 from gptpar.model.experts.dispatch import ALL_EXPERTS
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import grouped_product
-from gptpar.model.experts.routing import no_choice
+from gptpar.model.experts.routing import _Logits, no_choice
 from gptpar.model.linear import Linears
 from gptpar.system.determinism import deterministic
 from tests.gpu.training import run
@@ -46,6 +46,22 @@ def outcome(
         [y_ND, *losses.values()], leaves, [y_ND.detach().cos(), *map(torch.ones_like, losses.values())]
     )
     return [y_ND.detach(), *losses.values(), *found]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("tokens, width, experts", [(777, 2048, 64), (64, 4096, 128), (3, 520, 6)])
+def test_logits_of_the_router_are_those_of_fp32(tokens: int, width: int, experts: int, compiled: bool) -> None:
+    """Tensor cores cut sums off where others round. Gradients, in bf16, are nearest but where last bits decide."""
+    torch.manual_seed(2)
+    x, weight = (torch.randn(rows, width, device=DEVICE).bfloat16() for rows in (tokens, experts))
+    leaves, grad = [x.requires_grad_(), weight.requires_grad_()], torch.randn(tokens, experts, device=DEVICE)
+    logits = (torch.compile(_Logits.apply) if compiled else _Logits.apply)(*leaves)
+    wanted = x.double() @ weight.double().t()
+    assert logits.dtype == torch.float32 and (logits - wanted).norm() < 5e-6 * wanted.norm()
+    for got, of in zip(
+        torch.autograd.grad(logits, leaves, grad), torch.autograd.grad(wanted, leaves, grad.double()), strict=True
+    ):
+        assert (got == of).float().mean() > 0.99 and (got - of).norm() < 1e-3 * of.norm()
 
 
 @pytest.mark.parametrize("compiled", [False, True])

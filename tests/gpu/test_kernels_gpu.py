@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from math import inf
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from gptpar.kernels import gpu, plain_loss
-from gptpar.kernels.addition import MIN_ELEMENTS, add_each
+from gptpar.kernels.addition import MIN_ELEMENTS, add, add_each
 from gptpar.kernels.bias_gradient import gelu, heads, split_heads, squared_relu
 from gptpar.kernels.head_norm import HeadNorm, HeadShape, normed_heads
 from gptpar.kernels.plain_loss import LossTerms
 from gptpar.kernels.residual_norm import output_norm, residual_norm
 from gptpar.model.activations import FUNCTIONS, _plain, activated, backward_again, gated
+from gptpar.model.experts.products import Places, combined, places_of, scattered
 from gptpar.model.rotary import Rotary, rotate
 
 pytestmark = pytest.mark.gpu
@@ -228,6 +230,46 @@ def test_gradients_are_added_as_torch_adds_them(dtype: torch.dtype, start: int) 
     square, other = torch.zeros(1024, 1024, device="cuda").t(), torch.randn(1024, 1024, device="cuda").to(dtype)
     add_each([square], [other], 1.0)
     assert torch.equal(square, other.float())
+
+
+@pytest.mark.parametrize("start", [0, 1])
+@pytest.mark.parametrize("dtypes", product([torch.bfloat16, torch.float32], repeat=2), ids=str)
+def test_sums_are_rounded_once(dtypes: tuple[torch.dtype, torch.dtype], start: int) -> None:
+    a, b = random(5001, dtype=dtypes[0])[start:], random(5001, dtype=torch.bfloat16, seed=1)[start:]
+    wanted = (a.float() + b.float()).to(dtypes[1])
+    assert torch.equal(add(a, b, torch.empty_like(wanted)), wanted)
+    if dtypes[0] == dtypes[1]:
+        assert add(a, b, a) is a and torch.equal(a, wanted)
+    elif dtypes[1] == torch.bfloat16:
+        assert add(a, b, b) is b and torch.equal(b, wanted)
+
+
+@DTYPES
+@pytest.mark.parametrize("has_none", [False, True], ids=["", "some without an expert"])
+@pytest.mark.parametrize("tokens, copies, width", [(37, 1, 256), (300, 8, 2048), (65, 4, 2880), (9, 3, 5000)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_copies_of_tokens_equal_torchs(
+    dtype: torch.dtype, has_none: bool, tokens: int, copies: int, width: int, compiled: bool
+) -> None:
+    """On the CPU, torch moves the rows."""
+    chosen = torch.randint(7 + has_none, (tokens, copies), device="cuda")
+    x, grad = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype, seed=1)
+    weights = torch.rand(tokens, copies, device="cuda")
+
+    def forward(x: torch.Tensor, weights: torch.Tensor, places: Places) -> torch.Tensor:
+        rows = scattered(x, places)
+        factors = torch.arange(len(rows), device=x.device) % 5 - 2
+        return combined(rows * factors[:, None], weights, places)
+
+    results = []
+    for device in ("cuda", "cpu"):
+        inputs = [t.detach().to(device).requires_grad_() for t in (x, weights)]
+        places = places_of(chosen.to(device), 7, has_none=has_none)
+        run = torch.compile(forward) if compiled and device == "cuda" else forward
+        y = run(*inputs, places)
+        results.append([t.cpu() for t in (y, *torch.autograd.grad(y, inputs, grad.to(device)))])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=TOLERANCE[dtype]["rtol"], atol=TOLERANCE[dtype]["rtol"] * 30)
 
 
 @DTYPES

@@ -13,12 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from gptpar.kernels import gpu
 from gptpar.model.experts.routing import counts_of
 
 ROW_BYTES = 16
 """The grouped kernel needs matrices whose rows have a multiple of this many bytes."""
 PLACE_BYTES = 32
 """Bytes that :class:`Places` has for a copy of a token: its places and its expert."""
+KERNEL_BYTES = 128
+"""Bytes of a row from which on a kernel moves each copy."""
 GROUPED_CAPABILITIES = (9,)
 """Major compute capabilities of GPUs whose grouped kernel is known to be right. On Blackwell, experts without tokens
 got gradients (pytorch#172439). Other GPUs run a loop, which waits for the device."""
@@ -75,6 +78,8 @@ class _Scattered(torch.autograd.Function):
         ctx: Any, x_ND: torch.Tensor, tokens_M: torch.Tensor, rows_NK: torch.Tensor, taken_NK: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.save_for_backward(rows_NK, taken_NK)
+        if _moves_rows(x_ND):
+            return gpu.copies.scattered_copies(x_ND, rows_NK, taken_NK, len(tokens_M))
         return x_ND.index_select(0, tokens_M)
 
     @staticmethod
@@ -101,6 +106,9 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
         y_MD, weights_NK, tokens_M, rows_NK, choices_M, taken_NK = ctx.saved_tensors
+        if _moves_rows(y_MD):
+            of_both = gpu.copies.weighted_copies_backward(grad_ND, y_MD, weights_NK, rows_NK, taken_NK)
+            return *of_both, None, None, None, None
         grad_MD, weights_M = grad_ND.index_select(0, tokens_M), weights_NK.flatten()[choices_M]
         of_weights_NK = (grad_MD.to(weights_M.dtype) * y_MD).sum(-1)[rows_NK]
         if taken_NK is not None:
@@ -128,6 +136,11 @@ class _Added(torch.autograd.Function):
     def backward(ctx: Any, grad_ND: torch.Tensor) -> Any:  # type: ignore[override]
         (tokens_M,) = ctx.saved_tensors
         return grad_ND, grad_ND.index_select(0, tokens_M), None, None, None
+
+
+def _moves_rows(x: torch.Tensor) -> bool:
+    """Whether kernels move rows like these: short ones, such as weights, are left to torch."""
+    return gpu.takes(x) and x.shape[1] * x.element_size() >= KERNEL_BYTES
 
 
 def _sum_of_copies(

@@ -18,7 +18,14 @@ from gptpar.model.experts.balance import ExpertBalance, choice_field
 from gptpar.model.experts.dispatch import ALL_EXPERTS, ExpertAxis, _to_all
 from gptpar.model.experts.layer import Experts
 from gptpar.model.experts.products import added, combined, places_of
-from gptpar.model.experts.routing import BALANCE_LOSS, Z_LOSS, best_experts, choose_experts, no_choice
+from gptpar.model.experts.routing import (
+    BALANCE_LOSS,
+    Z_LOSS,
+    best_experts,
+    choose_experts,
+    in_three_parts,
+    no_choice,
+)
 from gptpar.model.gpt import gpt_model
 from gptpar.model.linear import Linears
 from tests.helpers import tiny_config
@@ -336,3 +343,13 @@ def test_the_state_goes_through_json_and_fits_its_model_alone() -> None:
     with pytest.raises(CheckpointError, match="does not name its layers, because an older gptpar saved it: go on with"):
         other.load({"bias": [[0.0] * 5] * 2, "choices": [[0] * 5] * 2})
     assert balance_of("--num-experts 1").state() is None
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_three_numbers_in_bf16_are_one_in_fp32(compiled: bool) -> None:
+    """A compiler may drop roundings to bf16; the products with these parts would then be no longer exact."""
+    torch.manual_seed(3)
+    numbers = torch.cat([torch.randn(1000) * 10.0**power for power in (-30, -3, 0, 20)] + [torch.zeros(1)])
+    parts = (torch.compile(in_three_parts) if compiled else in_three_parts)(numbers)
+    assert all(part.dtype == torch.bfloat16 for part in parts)
+    assert torch.equal(sum(part.double() for part in parts), numbers.double())

@@ -47,8 +47,26 @@ def test_linear_cross_entropy_equals_logits_then_loss(
             got = torch.autograd.grad(loss * 3.0, (hidden, weight))
             torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
             torch.testing.assert_close(got, wanted, rtol=1e-11, atol=1e-13)
+            loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, announced, ALONE, None, None, terms, v)
+            itself = torch.autograd.grad(loss, (hidden, weight), announced)
+            torch.testing.assert_close(itself, [w * (scale / 3) for w in wanted], rtol=1e-11, atol=1e-11)
         of_tokens = losses_of_tokens(hidden, weight, labels, ALONE, None, terms._replace(z_weight=0.0), v)
         torch.testing.assert_close(of_tokens, losses.detach(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
+def test_contributions_of_chunks_are_added_in_fp32(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK_BYTES, "cpu", 50 * 2 * (24 // chunks))
+    hidden, weight = (torch.randn(rows, 8, dtype=torch.bfloat16, requires_grad=True) for rows in (24, 50))
+    labels, weights = torch.randint(0, 50, (24,)), torch.rand(24)
+    loss = LinearCrossEntropy.apply(hidden, weight, labels, weights, torch.ones(()))
+    (got,) = torch.autograd.grad(loss, weight)
+    total = torch.zeros(50, 8)
+    with torch.no_grad():
+        for h, label, w in zip(hidden.chunk(chunks), labels.chunk(chunks), weights.chunk(chunks), strict=True):
+            _, grad = plain_loss.loss_and_grad(h @ weight.t(), label, w, torch.ones(()))
+            total += grad.t() @ h
+    assert torch.equal(got, total.bfloat16())
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

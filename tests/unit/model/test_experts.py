@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,44 @@ def test_a_mixture_equals_a_loop(flags: str, loads: str) -> None:
     wanted = torch.autograd.grad((wanted_ND * weight_ND).sum(), leaves, materialize_grads=True)
     for one, other in zip(found, wanted, strict=True):
         assert torch.allclose(one, other, rtol=1e-11, atol=1e-12)
+
+
+def scattered_copies(
+    x_ND: torch.Tensor, rows_NK: torch.Tensor, taken_NK: torch.Tensor | None, num_rows: int
+) -> torch.Tensor:
+    """As the GPU's kernel, which writes the rows of taken copies alone; others hold NaN here."""
+    tokens, copies = (torch.ones_like(rows_NK) if taken_NK is None else taken_NK).nonzero(as_tuple=True)
+    return x_ND.new_full((num_rows, x_ND.shape[1]), torch.nan).index_copy(0, rows_NK[tokens, copies], x_ND[tokens])
+
+
+def weighted_copies_backward(
+    grad_ND: torch.Tensor,
+    y_MD: torch.Tensor,
+    weights_NK: torch.Tensor,
+    rows_NK: torch.Tensor,
+    taken_NK: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the GPU's kernel; see above."""
+    tokens, copies = (torch.ones_like(rows_NK) if taken_NK is None else taken_NK).nonzero(as_tuple=True)
+    rows, grads = rows_NK[tokens, copies], grad_ND[tokens]
+    of_y_MD, of_weights_NK = torch.full_like(y_MD, torch.nan), torch.zeros_like(weights_NK)
+    of_y_MD[rows] = grads * weights_NK[tokens, copies, None]
+    of_weights_NK[tokens, copies] = (grads * y_MD[rows]).sum(-1)
+    return of_y_MD, of_weights_NK
+
+
+@pytest.mark.parametrize("flags", ["--swiglu", CAPACITY, "--quick-geglu --moe-router-topk 3"])
+def test_rows_that_no_copy_takes_are_read_by_nobody(flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = made(flags)
+    x_ND = tokens_of(layer)
+    results = []
+    for kernels in (None, SimpleNamespace(**{f.__name__: f for f in (scattered_copies, weighted_copies_backward)})):
+        monkeypatch.setattr(products, "_moves_rows", lambda x, there=kernels is not None: there)
+        monkeypatch.setattr(products.gpu, "copies", kernels)
+        y_ND, _ = layer(x_ND, LENGTH, no_choice(TOKENS, layer.topk, x_ND.device))
+        results.append([y_ND, *torch.autograd.grad(y_ND.sin().sum(), [x_ND, *layer.parameters()])])
+    for wanted, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
 
 
 def test_of_equal_scores_the_first_expert_and_the_first_group_are_chosen() -> None:

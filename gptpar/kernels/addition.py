@@ -28,13 +28,12 @@ def add_each(totals: Sequence[torch.Tensor], addends: Sequence[torch.Tensor], fa
         torch._foreach_add_([total for total, _ in rest], [addend for _, addend in rest], alpha=factor)
 
 
-def add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """``total = a + b`` in fp32 or wider, rounded once; ``total`` may be one of them. Returns it."""
+def add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
+    """``total = a + b`` in fp32 or wider, rounded once; ``total`` may be one of them."""
     if gpu.takes(total) and all(x.is_contiguous() for x in (a, b, total)):
         gpu.addition.add(a, b, total)
     else:
         total.copy_(a.to(torch.promote_types(a.dtype, torch.float32)) + b)
-    return total
 
 
 def _takes(total: torch.Tensor, addend: torch.Tensor) -> bool:

@@ -15,11 +15,12 @@ KINDS = {
     "routing of experts": r"sort|scatter_gather",
     "permutation of rows": r"index_?select|vectorized_gather|index_elementwise",
     "compiled pointwise": r"triton",
-    "optimizer": r"adam|multi_tensor|norm_|lpnorm",
+    "optimizer": r"adam|multi_tensor|norm_|lpnorm|^_update$",
+    "fused kernels": r"^_[a-z_]+$",
     "copies": r"memcpy|memset|copy",
 }
 """Kind -> a pattern of its kernels' names; the first that fits is taken. A compiled kernel is named after all that is
-fused in it, so that a permutation counts with what is computed on its rows."""
+fused in it, so that a permutation counts with what is computed on its rows. The project's own have short names."""
 OTHER = "other kernels"
 HOST_UPDATE = "cpu_optimizer"
 """Category of the CPU optimizer's updates in a trace."""

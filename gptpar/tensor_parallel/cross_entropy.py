@@ -25,9 +25,9 @@ CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 """At most this many bytes of logits exist at once, by type of device."""
 
 ROW_PIECES, MIN_ROWS, ROW_TILE = 4, 1 << 13, 128
-"""The weight's gradient is formed in ``ROW_PIECES`` pieces of at least about ``MIN_ROWS`` rows, multiples of
-``ROW_TILE``. So the CPU optimizer can begin with the first piece while the next one is computed; smaller pieces would
-not keep a GPU busy. Runs without offload form the same pieces, so that the bits do not depend on offload."""
+"""A chunk's part of the weight's gradient is formed in ``ROW_PIECES`` pieces of at least about ``MIN_ROWS`` rows,
+multiples of ``ROW_TILE``. So the CPU optimizer can begin with the first piece while the next one is computed; smaller
+pieces would not keep a GPU busy. Runs without offload form the same pieces, so that the bits do not depend on offload."""
 
 
 def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type: str) -> int:
@@ -52,19 +52,25 @@ def _weight_grad(
     grad_NV: torch.Tensor,
     hidden_ND: torch.Tensor,
     others_VD: torch.Tensor | None,
+    dtype: torch.dtype,
     on_rows: Callable[[torch.Tensor, slice], None] | None,
 ) -> torch.Tensor:
-    """The weight's gradient: that of the last chunk plus the sum of all others, rounded once.
+    """The weight's gradient of a chunk and of those before it, rounded once.
 
     Args:
-        others_VD: this sum.
+        others_VD: the gradient of those before; where it is wide and stays so, it is overwritten.
+        dtype: of the result.
         on_rows: is called with the gradient and some of its rows, as soon as these are formed.
     """
-    grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1])
+    is_wide = dtype != hidden_ND.dtype
+    if is_wide and others_VD is not None and others_VD.dtype == dtype:
+        grad_VD = others_VD
+    else:
+        grad_VD = hidden_ND.new_empty(grad_NV.shape[1], hidden_ND.shape[1], dtype=dtype)
     for rows in row_pieces(len(grad_VD)):
-        product(grad_NV[:, rows].t(), hidden_ND, out=grad_VD[rows])
+        part = product(grad_NV[:, rows].t(), hidden_ND, out=None if is_wide else grad_VD[rows])
         if others_VD is not None:
-            add(others_VD[rows], grad_VD[rows], grad_VD[rows])
+            add(others_VD[rows], part, grad_VD[rows])
         if on_rows is not None:
             on_rows(grad_VD, rows)
     return grad_VD
@@ -194,7 +200,6 @@ class LinearCrossEntropy(torch.autograd.Function):
         own_labels_N = labels_N - first if first else labels_N
         loss = torch.zeros((), dtype=wide, device=hidden_ND.device)
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
-        sum_VD: torch.Tensor | None = None
         grad_weight_VD: torch.Tensor | None = None
         for start in range(0, num_tokens, step):
             part = slice(start, start + step)
@@ -207,15 +212,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             loss = loss + chunk_loss  # not in place: see Collective
             if grad_hidden_ND is None or grad_NV is None:
                 continue
-            if start + step < num_tokens:
-                chunk_VD = product(grad_NV.t(), hidden_ND[part])
-                if sum_VD is not None:  # one chunk's contribution alone is kept in the weight's number format
-                    total_VD = sum_VD if sum_VD.dtype == wide else torch.empty_like(sum_VD, dtype=wide)
-                    chunk_VD = add(sum_VD, chunk_VD, total_VD)
-                sum_VD = chunk_VD
-                del chunk_VD
-            else:
-                grad_weight_VD = _weight_grad(grad_NV, hidden_ND[part], sum_VD, on_weight_grad)
+            is_last = start + step >= num_tokens
+            # One chunk's part is kept in the weight's number format, sums of several in fp32.
+            dtype = hidden_ND.dtype if grad_weight_VD is None or is_last else wide
+            on_rows = on_weight_grad if is_last else None
+            grad_weight_VD = _weight_grad(grad_NV, hidden_ND[part], grad_weight_VD, dtype, on_rows)
             product(grad_NV, weight_VD, out=grad_hidden_ND[part])
             del grad_NV  # before the next logits
         if needs_grad:

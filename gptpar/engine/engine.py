@@ -119,7 +119,7 @@ class EngineSettings:
 
 
 class Engine:
-    """Runs steps over memory that is already there.
+    """Runs steps over the memory of a model's parameters.
 
     The device's optimizer updates the device's elements, and a subscriber the others. Gatherer, collector and reducer
     move values during a step.

@@ -1,8 +1,8 @@
 """Lets linear layers form their weights' gradients in the gradient sums, without a second pass over memory.
 
 Without this, a product writes a micro-batch's gradient to new memory, and the collector copies or adds it to the
-unit's sum. There are two shorter ways. Where nothing is added, an operator's backward pass asks for the place in the
-sum, and writes there; plain products, which the compiler joins with what follows, do not ask. With
+unit's sum. There are two shorter ways. Where nothing is added, the backward pass of a layer's own operator asks for the
+place in the sum, and writes there; plain products, which the compiler joins with what follows, do not ask. With
 ``--gradient-accumulation-fusion``, a layer gets the sum before each call, and the product itself adds to it. The
 gradient of a scalar then calls the collector, so that it counts and orders these parameters like all others.
 """

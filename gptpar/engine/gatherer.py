@@ -63,13 +63,13 @@ class ParameterGatherer:
                         its entry; starting it again replaces the entry
     ``_in_backward``    layers whose backward pass has begun, until gradients of one of their units are complete. While
                         there are any, a forward pass recomputes: it starts no next layer, and releases none of these.
-                        With transient memory, it is empty outside of backward passes
+                        It is empty outside of backward passes, and without transient memory
     ``_order``          which layers are started while a layer runs, and which stay. Only :meth:`follow` changes it
     ``_updated``        units for whose update the host has waited since the last step: it need not wait again
     ``_staying``        present units that a backward pass has left for the next micro-batch's forward pass, after which
                         they are released as all others
-    ``_room``           how many bytes of the device may be in use while units stay: as at the end of the forward pass,
-                        without the last layer's; ``None``: nothing stays
+    ``_room``           how many bytes of the device may be in use while units stay: those at the end of the forward
+                        pass, less the last layer and its gradient; ``None``: nothing stays
     ``_holds``          how many :meth:`held` contexts are open: while there are any, :meth:`changed` alone releases
     ``_units``,         a layer's units, and a unit's layer; only :meth:`merge` changes them
     ``_layer_of``
@@ -235,11 +235,11 @@ class ParameterGatherer:
     def before_backward(self, name: str) -> None:
         """Acquire a layer whose backward pass is about to begin, or has begun already, and start the previous one.
 
-        A lookup is started for the next forward pass only, if it may stay.
+        A lookup, which has no use for its parameters here, is started for the next forward pass if it may stay.
         """
         if self._memory.transient:
             BACKWARD_PASSES.at_end(self.end_backward)
-        self._in_backward.add(name)
+            self._in_backward.add(name)
         self.acquire(name)
         for previous in self._order.previous.get(name, ()):
             if previous not in self._order.lookups:

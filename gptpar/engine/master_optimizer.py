@@ -1,4 +1,4 @@
-"""The optimizer of this process's fp32 master weights, on the device and at the subscriber."""
+"""The optimizer of this process's master weights, in fp32 or wider, on the device and at the subscriber."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class MasterOptimizer:
     def host_views(self, kinds: Collection[str] | None = None) -> HostViews:
         """Locate the host's state once its last step is done; threads other than the training loop's may ask, too.
 
-        The next step may move the state to other memory, which does not change the result.
+        The next step may move the state to other memory; the views then keep showing the state before it.
 
         Args:
             kinds: see :meth:`state_tensors`.

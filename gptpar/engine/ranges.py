@@ -56,7 +56,7 @@ class Place:
         return self.mesh.position(self.rank, *self.sharded_over(unit.copies_over))
 
     def is_first(self, unit: Unit) -> bool:
-        """Whether this process is the first of those that read different samples for a unit and hold this shard."""
+        """Whether this process is the first of those that read different tokens for a unit and hold this shard."""
         sharded = self.sharded_over(unit.copies_over)
         return self.mesh.position(self.rank, *(row for row in unit.copies_over if row not in sharded)) == 0
 

@@ -21,7 +21,7 @@ from gptpar.topology.groups import reduce_scatter_single
 from gptpar.topology.mesh import TENSOR
 
 MAX_IN_FLIGHT = 2
-"""Under ZeRO-2 and 3, the number of reductions that may hold a whole unit's buffer at once."""
+"""Number of reductions that may hold a whole unit's buffer at once, under ZeRO-2 and 3 or with a subscriber."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,9 @@ class GradientReducer:
     def _begun(
         self, work: Any, unit: Unit, shard: torch.Tensor, last: bool, in_use: tuple[torch.Tensor, ...]
     ) -> _Reduction:
-        """A reduction, which a subscriber's shard leaves on a side stream.
+        """A reduction that has begun. With a subscriber, a side stream waits for it and passes the shard on.
 
-        On the current stream it would be queued behind the layers that have been launched meanwhile.
+        On the current stream this would be queued behind the layers that have been launched meanwhile.
         """
         if self._side_stream is None:
             return _Reduction(partial(self.memory.data.wait_for, work), partial(self._add, unit, shard, last), in_use)
@@ -223,7 +223,7 @@ class GradientReducer:
         return self._norm.square(self._norms, self.memory.shard.device)
 
     def squares(self) -> torch.Tensor:
-        """[units] that :meth:`square`, which comes first in a step, unit by unit."""
+        """[units] the addends of :meth:`square`, one for each unit; a step calls :meth:`square` first."""
         return self._norm.squares(self._norms, self.memory.shard.device)
 
     def replace(self, unit: Unit, shard: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ class HostGradientSums(Protocol):
     busy_s: float
 
     def add(self, unit: str, grad: torch.Tensor, *, first: bool, last: bool) -> None:
-        """Add a micro-batch's gradient of a unit, which may wait for earlier ones; its memory does not change any more.
+        """Add a micro-batch's gradient of a unit. The call may wait for earlier ones. ``grad`` changes no more.
 
         Args:
             first: whether the step's sum begins with it.
@@ -80,9 +80,9 @@ class Subscriber(Protocol):
         """
 
     def expect_momenta(self, unit: str, memory: Callable[[int, int], torch.Tensor]) -> None:
-        """The requested step may write a unit's momenta, which are to be orthogonalized, to this device memory.
+        """Let the requested step write the unit's momenta that are to be orthogonalized to this device memory.
 
-        Work that was launched before has to be done with the memory.
+        It writes when the work that was launched before this call has finished with the memory.
 
         Args:
             memory: (start, stop) of elements in the unit's offloaded range whose update is one of matrices -> [n].

@@ -1,6 +1,6 @@
 """The parameter table says for each element of a process who owns it, where it is updated, and what is summed. Pure.
 
-One picture: parameter -> ranges -> owner -> update. A unit is a layer's parameters in one flat range. The processes
+One picture: parameter -> ranges -> owner -> update. A unit is a layer's parameters in one flat buffer. The processes
 that hold copies of a unit divide it into equal shards. The twin-flow ratio divides each shard: the device updates the
 first elements, the host updates the others. The results are ranges: contiguous elements of one parameter that are all
 treated alike. All code that has to know where an element is asks the table. A table needs no other process: any process

@@ -56,8 +56,8 @@ _PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 def outline(value: Any) -> Outline:
     """Everything in a value except the numbers in its tensors: a recorded step fits all values of equal outlines.
 
-    If a value has an object of unknown contents, its outline equals no other outline. So has a set of tensors, and a
-    dataclass with attributes beside its fields: :func:`mapped` does not replace what is in them.
+    If a value has an object of unknown contents, its outline equals no other outline. The same holds for a set of
+    tensors, and for a dataclass with attributes beside its fields: :func:`mapped` does not replace what is in them.
     """
     if isinstance(value, torch.Tensor):
         return torch.Tensor, value.shape, value.dtype, value.device, value.requires_grad

@@ -1,7 +1,7 @@
-"""Lays out each layer's parameters in one flat range, a unit, and decides which of them decay. Pure.
+"""Lays out each layer's parameters in flat buffers, its units, and decides which of them decay. Pure.
 
-A unit is reduced, gathered and released at a time. The processes that hold copies of it are the same for all of its
-parameters; its padding lets them divide it into equal shards.
+A unit is reduced, gathered and released as a whole. The processes that hold copies of it are the same for all of its
+parameters, so that a layer with experts has several units. Its padding lets them divide it into equal shards.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Param:
 
     @property
     def replicated(self) -> bool:
-        """Whether every tensor-parallel rank has all of the unit's elements of the parameter."""
+        """Whether the tensor axis leaves the parameter whole; the expert axis may split it."""
         return TENSOR not in self.info.placement.value
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -66,14 +66,14 @@ class Param:
 
 @dataclass(frozen=True)
 class Unit:
-    """A layer's parameters in one flat range.
+    """A layer's parameters in one flat buffer, or those of them that the same processes have copies of.
 
     Attributes:
-        name: the layer's.
+        name: the layer's, with a suffix where the layer has several units.
         params: global name -> parameter.
         length: elements with padding, a multiple of ``shards * ALIGNMENT``; 0 without parameters.
         shards: number of equal shards, over the processes that hold copies of the unit.
-        copies_over: the axes of these processes, which read different samples: its gradient is summed over them.
+        copies_over: the rows of the mesh of these processes, which read different tokens: its gradient is summed there.
         dtype: of the model's parameters; ``None``: the engine's. All master weights and states have one wide dtype.
     """
 

@@ -44,7 +44,7 @@ def split_heads(
 def heads(
     qkv: torch.Tensor, seq_length: int, queries: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Views q_B(GQ)SK, k_BGSK and v_BGSK of qkv_(BS)(G(Q+2)K)."""
+    """q_B(GQ)SK, k_BGSK and v_BGSK of qkv_(BS)(G(Q+2)K); views, but for queries in several groups."""
     parts = rearrange(qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=queries + 2, k=width)
     q, k, v = parts.split([queries, 1, 1], dim=2)
     return q.flatten(1, 2), k.squeeze(2), v.squeeze(2)
@@ -53,7 +53,7 @@ def heads(
 def heads_and_gate(
     qkv: torch.Tensor, seq_length: int, queries: int, width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`heads` where each group also has a gate for each of its queries: a fourth view gate_B(GQ)SK."""
+    """:func:`heads` where each group also has a gate for each of its queries, gate_B(GQ)SK."""
     parts = rearrange(qkv, "(b s) (g h k) -> b g h s k", s=seq_length, h=2 * queries + 2, k=width)
     q, k, v, gate = parts.split([queries, 1, 1, queries], dim=2)
     return q.flatten(1, 2), k.squeeze(2), v.squeeze(2), gate.flatten(1, 2)

@@ -2,8 +2,8 @@
 
 The backward pass reads the gradients of queries, keys, values and gates and the output of the fused projection, and
 writes the gradient of that output. In the same pass it sums the gradients of the norms' weights and biases and of the
-projection's bias. The forward pass keeps the projection's output alone: the statistics of a head, a few numbers, are
-computed again from the head.
+projection's bias. The forward pass keeps nothing but the projection's output: the statistics of a head, a few numbers,
+are computed again from the head.
 
 Legend: B batch, S sequence, G groups of heads, Q queries of one group, K width of a head. ``qkv`` is the projection's
 output, [(B S), (G heads K)], where a group's heads are Q queries, a key, a value, and Q gates if there are gates.
@@ -98,7 +98,7 @@ class _HeadNorms(torch.autograd.Function):
 
 
 def _norm(x_BHSK: torch.Tensor, factor_K: torch.Tensor, bias_K: torch.Tensor | None, eps: float) -> torch.Tensor:
-    # Queries that lie token by token in memory make attention write its output so, too: the output projection then
+    # If queries lie token by token in memory, attention writes its output in the same way, and the output projection
     # reads it without a copy.
     x_BSHK, shape = x_BHSK.transpose(1, 2), list(factor_K.shape)
     if bias_K is None:

@@ -8,8 +8,8 @@ The second term is the z-loss (PaLM, Chowdhery et al. 2022, section 5; OLMo-2 tr
 logarithm of the softmax's denominator near 0. With a softcap c (Gemma 2, Riviere et al. 2024) the logits r enter
 as x = c * tanh(r / c), so that the gradient in r is the one in x times 1 - (x / c)**2.
 
-Columns that only pad the vocabulary stand behind the valid ones. They take no part: they enter no sum, and their
-gradient is 0. A rank's split may consist of padding alone.
+Columns that only pad the vocabulary come last. They enter no sum, and their gradient is 0. A rank's split may consist
+of padding alone.
 
 Legend: N tokens, V the vocabulary, or a rank's split of it.
 """

@@ -1,9 +1,9 @@
-"""LayerNorm (Ba et al. 2016) before and behind a block's parts; one backward pass over memory computes all gradients.
+"""LayerNorm (Ba et al. 2016) before and after a block's parts; one backward pass over memory computes all gradients.
 
-The residual stream both enters the norm before a part and bypasses it, so its gradient is the sum of two. The bias of
-the layer that was last added to the stream gets the sum of this gradient over all tokens. The output of a part enters
-the norm behind it alone, and the bias of the part's last layer gets the sum of that output's gradient. The kernel does
-these additions in the pass that computes the norm's gradient.
+The residual stream both enters the norm before a part and bypasses it, so its gradient is the sum of two. Nothing but
+the norm after a part reads the part's output. In both cases, the sum of the norm's input gradient over all tokens is
+the gradient of the bias of the layer before it. The kernel does these additions in the pass that computes the norm's
+gradient.
 
 Legend: N tokens, D width.
 """
@@ -99,7 +99,7 @@ def backward(
     rstd_N1: torch.Tensor,
     weight_D: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the gradient of ``x``; and [3, D]: the gradients of weight and bias, and the sum of that of ``x`` over N.
+    """Returns the gradient of ``x``; and [3, D]: those of weight and bias, and the sum of the first one over tokens.
 
     Args:
         grad_x_ND: the gradient of ``x`` from what bypasses the norm; ``None``: nothing does.

@@ -67,7 +67,7 @@ def _library() -> _Kernels | None:
 
 
 CORES_LEFT_FREE = 2
-"""Cores for the threads that launch the device's kernels and order updates: the CPU optimizer delayed them on one."""
+"""Cores for the threads that launch the device's kernels and order updates: with a single one, they were delayed."""
 
 SHARE_LEFT_FREE = 5
 """One core in five is left free if that is more than CORES_LEFT_FREE. On 16 cores, 14 threads updated up to 4 % faster
@@ -226,13 +226,14 @@ class CpuMuon(MatrixHostKernel):
 
     Both are a product and a sum with the new value of one vector, which the compiled kernel does in one pass::
 
-        p = decay * p + share * (scale * grad)            the average: the momentum with 1 - momentum as share
-                                                          the weights: with minus the learning rate, and directions
+        m = momentum * m + (1 - momentum) * (scale * grad)        the average
+        p = decay * p - lr * direction                            the weights
 
     The result is that of torch's operators, bit for bit, which do the work in fp64 and without the compiled kernel.
 
     Args:
-        nesterov: whether ``share * (scale * grad) + decay * p`` with the new p is to be orthogonalized, and not p.
+        nesterov: whether ``(1 - momentum) * (scale * grad) + momentum * m`` with the new m is to be orthogonalized, and
+            not m.
     """
 
     _isa = -1

@@ -111,7 +111,7 @@ def average(
 
 
 def follow(direction: Tensor, state: Sequence[Tensor], numbers: Sequence[Any]) -> tuple[Tensor, list[Tensor]]:
-    """The elementwise part behind the matrix: the ``change`` of an elementwise optimizer without state.
+    """The elementwise part after the orthogonalization, as the ``change`` of an elementwise optimizer without state.
 
     Args:
         direction: [n] of the orthogonalized matrices, in place of a gradient.

@@ -73,7 +73,7 @@ def numbers(how: Any, step: Tensor) -> tuple[Tensor, ...]:
 
 
 def coefficients(kind: str, steps: int) -> tuple[tuple[float, float, float], ...]:
-    """(a, b, c) of each iteration: the set's, then the last of Polar Express again and again, or another whole set."""
+    """(a, b, c) of each iteration: beyond its set, Polar Express repeats the last one, and others the whole set."""
     of_kind = COEFFICIENTS[kind]
     if kind == "polar_express":
         return (*of_kind, *of_kind[-1:] * (steps - len(of_kind)))[:steps]

@@ -1,8 +1,8 @@
 """Keeps moments in 16 or 8 bits (``--exp-avg-dtype``, ``--exp-avg-sq-dtype``), rounded stochastically.
 
 A second moment moves by a thousandth in a step, and bfloat16 has steps of 1/256: rounded to nearest, it would not move.
-Stochastic rounding cuts off the lower bits of an fp32 number, and rounds up with the fraction that they are as
-probability, so that a moment is right on average. The random numbers come from a counter, not from a generator with a
+Stochastic rounding cuts off the lower bits of an fp32 number, and rounds up with a probability that is the fraction cut
+off, so that a moment is right on average. The random numbers come from a counter, not from a generator with a
 state. For an element with the old moments m and v, as they are kept, in step t = 1, 2, ...::
 
     key   = mixed(t)                                            with a moment in 8 bits, ^ the bits of the old weight
@@ -20,7 +20,7 @@ the same, and elements with other moments have other draws. Moments in 8 bits ar
 
 **8 bits** (``fp8``) need no scale of a block or a tensor, so that any cutting of a tensor gives the same bits:
 
-- v has 6 bits of exponent and 2 of mantissa, from 2^-56 (about the square of Adam's epsilon) to 224; ``v = 0`` is 0 and
+- v has 6 bits of exponent and 2 of mantissa, from 1.25 x 2^-56 (whose root is 4.2e-9) to 224; ``v = 0`` is 0 and
   nothing else is, so that no weight is divided by epsilon alone. It is cut off after 2 bits of its mantissa.
 - m has a sign and 7 bits of ``|m| / 2^k + 1/16``, 3 of exponent and 4 of mantissa, from 1/16 to 31/2, where 4^k is the
   power of 4 below the new v, as it is kept. ``|m|`` seldom exceeds the root of v, and a change is a multiple of
@@ -51,7 +51,7 @@ _SIZE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 def key_of(step: int) -> int:
-    """The key of a step, without its sign (32 bits)."""
+    """The key of a step as an unsigned number of 32 bits."""
     return mixed_number(step)
 
 

@@ -2,7 +2,7 @@
 
 Progress is measured in samples, or in tokens if any of the token flags is given. The step that starts at progress n
 uses ``learning_rate(n)``: with a warm-up the first step uses the initial rate, as in Megatron. The ``scheduler`` of a
-DeepSpeed configuration goes before all this; it counts steps, which follow from the samples and the batch sizes.
+DeepSpeed configuration takes the place of all this; it counts steps, which follow from the samples and the batch sizes.
 """
 
 from __future__ import annotations

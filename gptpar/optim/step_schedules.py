@@ -2,8 +2,8 @@
 
 A formula takes ``n``, the optimizer steps so far (skipped steps do not count), ``lr``, the rate that the optimizer was
 given, and DeepSpeed's parameters with their names and defaults. It returns the rate of the step that follows. DeepSpeed
-steps its scheduler after its optimizer, so step n + 1 uses DeepSpeed's formula at ``i = n - 1``; steps 1 and 2 both use
-the lowest rate. Source: deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
+steps its scheduler after its optimizer, so step n + 1 uses DeepSpeed's formula at ``i = n - 1``. Linear warm-ups begin
+with two steps at the lowest rate. Source: deepspeed/runtime/lr_schedules.py, DeepSpeed 0.19.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def one_cycle(
     """(the rate of a step, both betas), the latter ``None`` if the optimizer's betas stay.
 
     The rate grows in a cycle's first part and falls in its second, in stairs if there are any; then it decays. The
-    first beta falls while the rate grows.
+    first beta falls while the rate grows; only the first step has the lowest one, as in DeepSpeed.
     """
     second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
     total = cycle_first_step_size + second

@@ -128,7 +128,7 @@ class MatrixDeviceStep:
 
 
 class TorchHostKernel:
-    """Updates vectors in host memory. An order is done when the caller waits for it.
+    """Updates vectors in host memory. An order is carried out when the caller waits for it: there is no queue.
 
     Args:
         threads: of torch, for the banner.

@@ -50,7 +50,7 @@ class SgdHyperparameters(NamedTuple):
 
 
 def _numbers_of_sgd(how: Any, step: Tensor) -> tuple[Tensor, ...]:
-    """(lr, momentum, weight of the gradient in the momentum, in the step, weight of the momentum in the step)."""
+    """(lr, momentum, the gradient's weight in the momentum, its weight in the step, the momentum's weight there)."""
     one = torch.ones_like(step)
     is_whole = (step == 1) | (how.momentum == 0)  # torch's first momentum is the whole gradient
     taken = torch.where(is_whole, one, one - how.dampening)

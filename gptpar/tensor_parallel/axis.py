@@ -1,6 +1,6 @@
 """This process's place on the tensor axis, and collectives over the axis with their autograd functions.
 
-The place decides which rows of a weight or of the vocabulary a rank holds, and which gradients the ranks sum.
+The place decides which part of a weight or of the vocabulary a rank holds, and which gradients the ranks sum.
 Collectives divide and join along the tokens (dim 0).
 
 Legend: N all tokens of the micro-batch (under sequence parallelism a rank holds N / t of them), D width.

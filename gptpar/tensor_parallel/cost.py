@@ -23,8 +23,8 @@ class BatchShape(NamedTuple):
         device_type: ``cuda`` or ``cpu``.
         document_lengths: lengths of typical documents, whose tokens do not see other documents; ``None``: each sample
             is one document.
-        rows_of_masks: rows of the document mask for each of these tokens: with context parallelism by a2a, a process
-            has the rows of all processes' tokens.
+        rows_of_masks: rows of the document mask for each of these tokens; several with context parallelism by a2a,
+            where a process has the rows of all processes' tokens.
         recorded: whether the step is recorded as a CUDA graph.
     """
 
@@ -48,8 +48,8 @@ class Product(NamedTuple):
     Attributes:
         inner: width of the input on this rank.
         columns: width of the output on this rank.
-        moves_input: whether the tensor axis splits the output features: it sums the input's gradient.
-        moves_output: whether the tensor axis splits the input features: it sums the output.
+        moves_input: whether the output features are split, so that the tensor axis sums the input's gradient.
+        moves_output: whether the input features are split, so that the tensor axis sums the output.
     """
 
     inner: int
@@ -65,8 +65,8 @@ class Cost:
     Attributes:
         products: matrix products of the forward pass.
         attention: FLOPs of the forward pass in attention's kernel, for the pairs of tokens that see each other.
-        masked: further FLOPs, which stand for that kernel's lost time: those for pairs that a mask in memory hides; of
-            a slower kernel, those that the fast one could compute in the additional time.
+        masked: further FLOPs that stand for lost time: those of pairs that a mask in memory hides, or, with a slower
+            kernel, those that the fast one would do in the additional time.
         forward: elements that norms, sums and activation functions read and write in the forward pass.
         backward: elements that they read and write in the backward pass.
         forward_kernels: number of kernels of the forward pass.

@@ -27,7 +27,7 @@ CHUNK_BYTES = {"cuda": 1 << 31, "cpu": 1 << 26}
 ROW_PIECES, MIN_ROWS, ROW_TILE = 4, 1 << 13, 128
 """A chunk's part of the weight's gradient is formed in ``ROW_PIECES`` pieces of at least about ``MIN_ROWS`` rows,
 multiples of ``ROW_TILE``. So the CPU optimizer can begin with the first piece while the next one is computed; smaller
-pieces would not keep a GPU busy. Runs without offload form the same pieces, so that the bits do not depend on offload."""
+pieces would not keep a GPU busy. Runs without offload form the same pieces: offload changes no bit."""
 
 
 def num_chunks(num_tokens: int, vocab_size: int, element_size: int, device_type: str) -> int:
@@ -55,7 +55,7 @@ def _weight_grad(
     dtype: torch.dtype,
     on_rows: Callable[[torch.Tensor, slice], None] | None,
 ) -> torch.Tensor:
-    """The weight's gradient of a chunk and of those before it, rounded once.
+    """The weight's gradient of a chunk and of those before it. The sum is rounded once.
 
     Args:
         others_VD: the gradient of those before; where it is wide and stays so, it is overwritten.
@@ -188,8 +188,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             on_weight_grad: is called with the weight's gradient and some of its rows, as soon as these are formed; in
                 ascending order, until all are.
             terms: what the loss adds to the cross entropy (:mod:`gptpar.kernels.plain_loss`).
-            num_ids: the first rows of the whole vocabulary, which the softmax is over; the others pad it. ``None``:
-                all rows.
+            num_ids: number of tokens of the whole vocabulary. The softmax is over their rows; further rows are padding.
+                ``None``: all rows.
         """
         wide = torch.promote_types(hidden_ND.dtype, torch.float32)
         needs_grad = any(ctx.needs_input_grad)
@@ -227,7 +227,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         """Gradients of hidden and weight."""
         *gradients, scale = ctx.saved_tensors
-        # The engine passes ``scale`` itself. A compiler has no addresses.
+        # The engine passes ``scale`` itself, as its address shows. Compiled code has no addresses.
         if torch.compiler.is_compiling() or grad_loss.data_ptr() != scale.data_ptr():
             ratio = grad_loss / scale
             gradients = [gradient * ratio.to(gradient.dtype) for gradient in gradients]

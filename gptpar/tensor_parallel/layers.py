@@ -44,7 +44,7 @@ class SplitLinear(nn.Module):
     Attributes:
         gradient_sum: [output features, input features] where the backward pass of the coming call adds the weight's
             gradient; ``None``: it returns the gradient to autograd.
-        added: a scalar whose gradient comes when that is done.
+        added: a scalar; autograd gives it a gradient when the addition to ``gradient_sum`` has been launched.
     """
 
     gradient_sum: torch.Tensor | None
@@ -104,13 +104,13 @@ class SplitLinear(nn.Module):
 
 
 class ColumnParallelLinear(SplitLinear):
-    """A linear layer that takes x_nD; each tensor rank holds some output features, and returns these of all tokens.
+    """A linear layer that takes x_nD, this rank's tokens. Each tensor rank returns its output features of all tokens.
 
     Args:
         in_features: width of the input.
         out_features: width of the whole output.
-        parts: number of equal parts of the output (2 for a gated MLP). The weight counts several parts in a dimension
-            of its own, the first one: the next dimension is split, so that each rank has a share of every part.
+        parts: number of equal parts of the output (2 for a gated MLP). With several, the weight is [parts, features,
+            inputs], and its features are split, so that each rank has a share of every part.
         axis, **how: see :class:`SplitLinear`.
     """
 

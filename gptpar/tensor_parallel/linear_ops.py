@@ -32,8 +32,8 @@ from torch.library import CustomOpDef
 from gptpar.tensor_parallel.axis import gather, reduce_scatter, start_gather, start_reduce_scatter
 from gptpar.tensor_parallel.products import PLAIN, add_product, product
 
-# Of what a transfer gathers or sums: below this, the many small products of a fused one cost more than they hide.
 FUSED_BYTES = 32 << 20
+"""A transfer of at least this many bytes is fused; with fewer, many small products cost more than they hide."""
 
 
 def _group(name: str) -> dist.ProcessGroup:

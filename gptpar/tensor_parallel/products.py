@@ -1,9 +1,10 @@
 """``product``: every product of a layer's tokens with a weight, in a number format.
 
 A linear layer computes three products: its output sums over input features, its input's gradient over output features,
-and its weight's gradient over tokens. All three are a call of :func:`product`, so that a format is one row of
-``FORMATS``. A format's scales must be those of the logical tensor, or of blocks along the dimension that is summed
-over: scales of the part that one rank has make the numbers depend on the layout.
+and its weight's gradient over tokens. All three are calls of :func:`product`, or of :func:`add_product` where a sum of
+gradients is there, so that a format is one row of ``FORMATS``. A format's scales must be those of the whole logical
+tensor, or of blocks along the dimension that is summed over. With scales of one rank's part, numbers would depend on
+the layout.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def _plain(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: tor
 FORMATS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]] = {
     PLAIN: _plain
 }
-"""Name -> function of (a, b, bias, out). Layers that no axis splits leave the two gradients of their product to
-autograd. So the function must be differentiable, or define its gradients by two products in the same format."""
+"""Name -> function of (a, b, bias, out). Some layers leave the two gradients of their product to autograd. So
+the function must be differentiable, or define its gradients by two products in the same format."""
 
 
 def product(

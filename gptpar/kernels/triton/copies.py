@@ -1,7 +1,7 @@
 """Copies of tokens for their experts, and the gradients of the weighted sums of these copies.
 
 Each program processes one copy. The copies of a token are processed beside each other, so that its row is read from
-memory once: by expert, each expert would read the rows of its tokens again.
+memory once. In the order of experts, it would be read once for each of its experts.
 
 The kernels are registered as operators, as those of :mod:`gptpar.kernels.triton.bias`.
 

@@ -28,7 +28,7 @@ def value_and_slope(x, NAME: tl.constexpr):
         return x * share, share * (1.0 + 1.702 * x * (1.0 - share))
     elif NAME == "gelu_tanh" or NAME == "geglu_tanh":  # x sigmoid(2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
         share = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-        return x * share, share + x * share * (1.0 - share) * (1.5957691216057308 + 0.21406459 * x * x)
+        return x * share, share + x * share * (1.0 - share) * (1.5957691216057308 + 0.2140644488178007 * x * x)
     elif NAME == "gelu" or NAME == "geglu":
         share = 0.5 * (1.0 + tl.erf(0.7071067811865476 * x))
         return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
 NUM_PROGRAMS = 2112
-"""About the number of programs of a backward launch. They fill a GPU several times, as those of values end sooner."""
+"""About the number of programs of a backward launch: several for each place on a GPU, as those of values end sooner."""
 ELEMENTS, NUM_WARPS, FORWARD_WARPS = 2048, 4, 2
 """Elements that a program processes at a time; warps of a program in the backward and in the forward pass."""
 WIDEST = 1024

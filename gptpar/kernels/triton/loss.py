@@ -1,10 +1,10 @@
-"""The functions of :mod:`gptpar.kernels.plain_loss` as kernels that read the logits from memory once.
+"""The functions of :mod:`gptpar.kernels.plain_loss` as kernels; each reads its logits from memory once.
 
 A row's second read, for the gradient, finds the row in the cache. The gradient overwrites the logits. Logits are
 contiguous and have at most 32 bits; sums and the other arguments are fp32.
 
-Columns of padding are read with the others, because a row's length is a multiple that loads in full vectors need. They
-are masked in registers, and only in kernels that are compiled with ``PADDED``.
+Columns of padding are read with the others: a row's whole length is a multiple of a vector's, the number of valid
+columns need not be. They are masked in registers, and only in kernels that are compiled with ``PADDED``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ def _symmetric(
     x, added, out, rows, columns, x_matrix, x_row, alpha, beta, diagonal,
     ADDS: tl.constexpr, IS_EVEN: tl.constexpr, TILE: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
-    # The tiles of the lower triangle by rows: row i begins with tile i (i + 1) / 2. The square root may be rounded.
+    # The tiles of the lower triangle by rows: row i begins with tile i (i + 1) / 2. A rounded square root is mended.
     tile = tl.program_id(0)
     i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) * 0.5).to(tl.int32)
     i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)

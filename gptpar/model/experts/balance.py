@@ -53,7 +53,7 @@ class ExpertBalance:
         self._rows_here = dict[str, torch.Tensor]()
 
     def attach(self, layers: Mapping[str, nn.Module]) -> None:
-        """Let a stage's layers, by their names, choose by the bias; their choices count."""
+        """Give a stage's layers, by their names, their biases, and count their choices."""
         for number, name in enumerate(self.names):
             if name not in layers:
                 continue
@@ -84,7 +84,7 @@ class ExpertBalance:
         """Sum a step's counts over all processes; returns [] fp64 for each name in :attr:`numbers`.
 
         Args:
-            counts: whether this process's counts are added: those of one tensor rank.
+            counts: whether this process's counts are added; tensor ranks have equal counts, so that one adds them.
         """
         if not self.names:
             return []

@@ -5,7 +5,7 @@ each rank that has some of its experts. There, the outputs of these are weighed 
 back. The host waits once, for the numbers of tokens and rows, which say how large messages and buffers are.
 
 Legend: P ranks of the expert axis, E experts, e = E / P experts of this rank, N tokens of this rank, K experts of a
-token, S copies of tokens that this rank sends, A tokens that arrive, D width.
+token, S copies of tokens that this rank sends, A own tokens and those that arrive, D width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gptpar.topology.mesh import EXPERT
 from gptpar.topology.placement import REPLICATED, Placement, Split
 
 SIZES_BETWEEN = 32
-"""Buffers grow in steps of the mean size through this number, so that the same few sizes of memory are reused."""
+"""Sizes of buffers are multiples of the mean size divided by this number, so that few sizes of memory are in use."""
 
 
 LIMIT = 1.25
@@ -227,7 +227,7 @@ def _to_all(x: torch.Tensor, axis: ExpertAxis) -> Sent:
 class _Repeated(torch.autograd.Function):
     """A tensor, and copies of it below each other. All gradients are added up before the sum is rounded once.
 
-    Of a single copy, autograd's sum of two gradients is that already.
+    For a single copy, autograd's sum of two gradients is rounded once, too.
     """
 
     @staticmethod
@@ -282,7 +282,7 @@ def on_their_ranks(
 
     Args:
         tokens: what :func:`sent_to_all` has begun.
-        chosen_NK: int64, experts of each token; the number E is none.
+        chosen_NK: int64, experts of each token; the number E stands for no expert.
         compute: weighs and sums the outputs of this rank's experts for its own tokens and those that arrive.
     """
     if tokens is not None:

@@ -1,8 +1,8 @@
 """Rows of tokens that the ranks of the expert axis send to each other, while the device goes on.
 
 A rank's tensor of tokens begins with its own rows, which are in no message; those of other ranks follow. Sending them
-back is the transpose, and so is the backward pass. Each way is two nodes of autograd, one that begins and one that
-waits, and what a layer computes between them, in the forward or in the backward pass, hides the messages.
+back is the transpose, and so is the backward pass. A transfer is two nodes of autograd: one begins it, the other waits
+for it. What a layer computes between them, in the forward or in the backward pass, hides the messages.
 
 Legend: P ranks, N own rows, S rows that this rank sends, A = N + those that arrive, D width.
 """
@@ -57,7 +57,7 @@ class Exchange:
         return all_AD
 
     def arrived(self) -> None:
-        """Let the device wait for what :meth:`send` began."""
+        """Let the device wait for the transfer that has begun."""
         self._work.wait()
         self._work = None
 

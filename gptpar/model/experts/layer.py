@@ -39,7 +39,7 @@ class Experts(nn.Module):
 
     Args:
         linears: makes the linear layers of the block.
-        activate: from an expert's first product, M x (gate and value, or F), to the input of the second, M x F.
+        activate: a function of the first product, M x 2F with a gate, else M x F; returns the second's input, M x F.
         shared: the shared expert; ``None``: there is none.
         placed: this process's place on the expert axis.
 
@@ -71,7 +71,7 @@ class Experts(nn.Module):
             "gate": ParameterSpec(Normal(router_std(config)), axis.between_layers),
         }
         if config.add_bias_linear:
-            # Of the second bias, each tensor rank adds an equal part to its addend of the output.
+            # Each tensor rank adds an equal part of the second bias to its part of the output's sum.
             of_rank = axis.inside_layers | placed.split(config.num_experts)
             self.declared["up_bias"] = ParameterSpec(Constant(0.0), self.declared["up"].placement)
             self.declared["down_bias"] = ParameterSpec(Constant(0.0), of_rank)
@@ -98,7 +98,7 @@ class Experts(nn.Module):
         """Returns (y_nD, auxiliary losses by name).
 
         Args:
-            seq_length: S.
+            seq_length: number of tokens of a sequence.
             choice_NK: keeps the experts that are chosen; see :meth:`Router.forward`.
         """
         axis = self.axis

@@ -19,9 +19,9 @@ from gptpar.model.experts.routing import counts_of
 ROW_BYTES = 16
 """The grouped kernel needs matrices whose rows have a multiple of this many bytes."""
 PLACE_BYTES = 32
-"""Bytes that :class:`Places` has for a copy of a token: its places and its expert."""
+"""Bytes that are kept for a copy of a token: its expert, and its row, choice and token in :class:`Places`."""
 KERNEL_BYTES = 128
-"""Bytes of a row from which on a kernel moves each copy."""
+"""A kernel moves rows of at least this many bytes."""
 GROUPED_CAPABILITIES = (9,)
 """Major compute capabilities of GPUs whose grouped kernel is known to be right. On Blackwell, experts without tokens
 got gradients (pytorch#172439). Other GPUs run a loop, which waits for the device."""

@@ -134,8 +134,8 @@ def without_surplus(
 ) -> torch.Tensor:
     """``best_NK``, with ``~expert`` where an expert has ``capacity`` better tokens of the same sequence.
 
-    Equal tokens without others before them, such as the first ones of documents, have scores that are equal but for
-    rounding, which differs with the layout. So scores are compared in half their format, and equal ones by position.
+    Equal tokens that see equal tokens, such as the first ones of documents, have equal scores but for rounding, which
+    depends on the layout. So scores are rounded to half their bits before they are compared, and ties go by position.
 
     Args:
         seq_length: of whole sequences.
@@ -200,7 +200,7 @@ def losses_of(config: ModelConfig) -> tuple[str, ...]:
 
 
 class _Logits(torch.autograd.Function):
-    """``x W^T`` in fp32 or wider of narrower operands, which alone are kept.
+    """``x W^T`` in fp32 or wider. The operands are kept for the backward pass as they are, in a narrower format.
 
     In bf16 on a GPU, tensor cores multiply: their products are exact in fp32, in which they are summed. A gradient in
     fp32 enters as the sum of three numbers in bf16, which has its 24 bits.
@@ -248,11 +248,11 @@ class Router(nn.Module):
     """Scores experts for each token, and chooses the best.
 
     Tensor ranks all route all tokens. An expert's width is split over them, so that each has an addend of the gradient.
-    In a model with biases, logits have one.
+    In a model with biases, the router has one, too.
 
     Attributes:
-        bias_E: is added to scores for the choice; ``None``: nothing is. Its owner is
-            :class:`~gptpar.model.experts.balance.ExpertBalance`, as of the next.
+        bias_E: is added to scores for the choice; ``None``: nothing is. It and ``last_E`` belong to
+            :class:`~gptpar.model.experts.balance.ExpertBalance`.
         last_E: choices of each expert in the step before, for the loss over the whole step.
         context: the ranks that have other tokens of the same sequences; ``None``: this one has whole sequences.
     """
@@ -275,7 +275,7 @@ class Router(nn.Module):
         """Route all tokens of a micro-batch.
 
         Args:
-            seq_length: S.
+            seq_length: number of tokens of a sequence.
             choice_NK: keeps the choice; see :func:`choose_experts`. ``None``: it is not kept.
         """
         config = self.config

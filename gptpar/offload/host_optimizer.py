@@ -209,7 +209,7 @@ class HostOptimizer:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
             self.shared.keeps = self._has_gradients = False
             for bucket in self._buckets:
-                bucket.due = True
+                bucket.due, bucket.momenta = True, None  # memory that was given when a step was skipped already
             self.shared.record(What.STEP_REQUESTED)
             self.shared.request, self.shared.expected = request, None
             self.shared.changed.notify_all()

@@ -139,7 +139,7 @@ class _Begun:
     """A block in memory.
 
     Attributes:
-        memory: what the block's memory goes back as.
+        memory: the whole buffer, which is free again after the block; ``data`` is a part of it.
         data: the block's bytes.
         missing: number of elements that are not there yet.
     """
@@ -260,7 +260,7 @@ class Assembly:
         with self._changed:
             for one, copied in zip(begun, common, strict=True):
                 one.missing -= sum(target.numel() for target, _ in copied)
-                if not one.missing:
+                if copied and not one.missing:  # of a block without a copy, another reading may have had the last ones
                     self._written.add(one.block)
                     self._complete.append(self._begun.pop(one.block))
 

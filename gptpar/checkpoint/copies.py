@@ -61,7 +61,7 @@ class Copies:
         self._machine = ring.machine_of(self.ranks.rank)
 
     def agree(self) -> Path | None:
-        """Find the newest copy whose files are all on some machine in full length; bytes are not checked yet.
+        """Find the newest copy of which each file is on some machine in full length; bytes are not checked yet.
 
         Afterwards every machine has the manifest of that copy, and no newer copy.
 
@@ -85,8 +85,8 @@ class Copies:
     def complete(self, tensors: Mapping[str, TensorParts]) -> None:
         """Restore the files that this machine keeps and those that its processes will load, as far as they are lost.
 
-        Files are proved by their checksums first, and a damaged file is replaced. If no machine has a file whole, that
-        copy is given up, and an older copy is taken, if there is one.
+        Files are proved by their checksums first, and a damaged file is replaced. If some file is whole on no machine,
+        that copy is given up, and an older copy is taken, if there is one.
 
         Args:
             tensors: the tensors that this process will load.

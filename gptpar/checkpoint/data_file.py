@@ -30,7 +30,8 @@ from gptpar.system.files import open_regular
 from gptpar.system.snapshot import PIECE_BYTES
 
 BLOCK_BYTES = max(4096, mmap.PAGESIZE)
-"""Addresses, lengths and places of direct writes are multiples of this. No page of the cache has bytes of both ways."""
+"""Addresses, lengths and places of direct writes are multiples of this, so that no page also has bytes that were
+written through the cache."""
 
 MIN_DIRECT_BYTES = 256 << 10
 

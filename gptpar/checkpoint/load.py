@@ -84,9 +84,10 @@ def load_checkpoint(
         prove_first: read every byte, each rank a share of them, before the first one is copied: where no checkpoint is
             whole, the targets are then untouched.
         remedy: what to do where the checkpoint does not match, for the error.
-        apart: the root that is not shared: each machine has its own, at a path that may differ, with the files that its
-            processes read.
-        report: called on rank 0 with a sentence about each damaged checkpoint that is skipped.
+        apart: the root that is not shared: each machine has its own folder, at a path that may differ, which holds the
+            files that its processes read, and no others.
+        report: called on rank 0 with a sentence about each damaged checkpoint that is skipped, and about names that
+            only one side has.
 
     Raises:
         DamagedCheckpoint: none is whole; all are listed with their damage.

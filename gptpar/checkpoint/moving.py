@@ -28,7 +28,8 @@ def move_files(ranks: Ranks, moves: Sequence[Move], folder: Path) -> None:
         folder: this process's folder, for the files it sends and for those it receives.
 
     Raises:
-        CheckpointError: on every process, if any process could not read or write; no file has its final name then.
+        CheckpointError: on every process, if any process could not read or write. No file has its final name then,
+            unless a renaming failed.
     """
     problems: list[str] = []
     come: list[_Incoming] = []

@@ -2,8 +2,8 @@
 
 A view of a parameter (rows of it, a transposed matrix, each group's queries) is written as a tensor of its own, or was
 read as one. A block in memory has a box of the parameter, or consecutive elements of the view. Both are described
-by patches: boxes of the view, with their elements. A block gives a block of the other kind the elements that patches of
-both have.
+by patches: boxes of the view, with their elements. Elements are copied from a block of one kind to a block of the other
+where their patches overlap.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class ChunkFiles:
-    """The data files of one checkpoint, opened when first needed and safe to read from several threads.
+    """The data files of one checkpoint, safe to read from several threads once :meth:`open` has opened them.
 
     Args:
         from_disk: drop the system's cached copies first: what is read is then what the disk holds.

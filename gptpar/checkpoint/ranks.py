@@ -125,7 +125,7 @@ def as_checkpoint_error(error: BaseException) -> BaseException:
 def merge_failures(failures: dict[int, BaseException]) -> BaseException:
     """One error for all ranks, with each distinct cause once. It is a DamagedCheckpoint only if all causes are.
 
-    An interrupt is raised instead of all errors.
+    An interrupt is returned instead of all errors.
     """
     for error in failures.values():
         if not isinstance(error, Exception):

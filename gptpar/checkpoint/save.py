@@ -79,7 +79,7 @@ def save_checkpoint(
             re-read from the disk and proved whole; None keeps all. Later iterations belong to another history: they
             are neither counted nor deleted.
         retain: with `keep`, iterations that are divisible by this are never deleted.
-        replaces: checkpoints in `root` to be deleted, once the new one has been re-read and proved whole. Rank 0's.
+        replaces: checkpoints in `root` to be deleted once the new one has been re-read and proved whole; of rank 0.
         report: called on rank 0 with sentences about what it cleaned, moved aside or kept.
         permit: rank 0 asks before it writes, publishes or deletes anything, and at the end, whether the folder is
             still this run's; what it raises ends the save on every rank.
@@ -87,15 +87,16 @@ def save_checkpoint(
         ring: of machines that have a folder `root` each. Each gets the files of its processes and of those of the
             machine before it, and all publish once all files are there; see `Copies`. `keep` must be None.
         moved: is called, by any thread, whenever this rank has written a piece or read one back.
-        tokenizer_files: name -> contents; rank 0's are stored, with a ring those of each machine's first rank.
+        tokenizer_files: name -> contents; rank 0's are stored, or with a ring, those of each machine's first rank.
 
     Returns:
         The checkpoint's path. A whole checkpoint of this iteration with the same tensors' names, dtypes and
         shapes and the same meta is proved and kept, not written again; a damaged one is moved aside first.
 
     Raises:
-        CheckpointError: on every rank, if any fails; if ranks disagree about a tensor, or hold elements not at all or
-            twice, or the disk lacks room (nothing is written then); if a whole checkpoint with other contents exists.
+        CheckpointError: on every rank, if any fails; if ranks disagree about a tensor, an element is in no rank's boxes
+            or in two, or the disk lacks room (nothing is written then); if a whole checkpoint with other contents is
+            there.
     """
     ranks = Ranks(process_group, moved) if ring is None else MachineRanks(process_group, ring, moved)
     root, permit, meta = Path(root), permit or (lambda: None), with_digests(meta, tokenizer_files)
@@ -241,7 +242,9 @@ def _write(
     except BaseException as error:
         if ranks.leads:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise as_checkpoint_error(error) from error
+        if (known := as_checkpoint_error(error)) is error:
+            raise
+        raise known from error
 
 
 def _make_temporary(root: Path, iteration: int) -> Path:

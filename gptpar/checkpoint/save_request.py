@@ -31,7 +31,7 @@ class Save:
     Attributes:
         folder: the folder of checkpoints to save into.
         iteration: the iteration of the state.
-        tensors: this process's parts, with their present values; but for those of ``late``.
+        tensors: this process's parts as they are now, but for those of ``late``, which are taken later.
         write: ``save_checkpoint`` with all arguments given but ``tensors``, ``process_group``, ``snapshot``, ``moved``.
         permit: raises ``FolderTakenError``, on the main process, if the folder is another run's.
         files_in_memory: files that the save puts into host memory per process; each is as large as a process's own.

@@ -305,7 +305,7 @@ class Saver:
 
     def _warning(self, save: Save, error: BaseException) -> str:
         number = self._failures.get(save.folder, 0) + 1
-        following = "the next save tries again"
+        following = "training goes on; the next save tries again"
         if number >= FORGIVEN and not save.optional:
             following = (
                 "training stops and waits for the next save, and ends if it fails too "
@@ -313,7 +313,7 @@ class Saver:
             )
         return (
             f"WARNING: the save of iteration {save.iteration} to {save.folder} failed: {_sentence(error)} Older "
-            f"checkpoints are whole, and training goes on; {following}. Until then, free space there, or mend the file "
+            f"checkpoints are whole, and {following}. Until then, free space there, or mend the file "
             "system."
         )
 

@@ -2,7 +2,7 @@
 
     root/iter_0000010/tokenizer/tokenizer.json, ...   the manifest's meta has the SHA-256 of each as ``tokenizer_files``
 
-A stranger may have written the manifest and the links in the folder, so that no name leaves it and no link is followed.
+A stranger may have written the manifest and the links in the folder. So no name may leave it, and no link is followed.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _speculated_elements(
     offload: OffloadConfig, size: StateSize, kept: int = 0, transfer_bytes: int = RING_BYTES, names: Names = FLAGS
 ) -> int:
     """The number of elements whose double buffers fit in memory; see ``--offload-speculation``."""
-    remedy = f"lower {names.ratio} {offload.least_ratio:g}, use more processes with ZeRO, or a smaller model"
+    remedy = f"lower {names.ratio} (now {offload.least_ratio:g}), use more processes with ZeRO or a smaller model"
     if offload.optimizer_nvme_path is not None:
         needed, free = size.num_bytes * place_on_machine()[1], shutil.disk_usage(offload.optimizer_nvme_path).free
         if free < needed:

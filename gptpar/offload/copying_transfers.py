@@ -27,7 +27,7 @@ MAX_UNITS_WAITING = 2
 
 
 def copying_bytes(elements: float, itemsize: int, num_units: int = 1) -> int:
-    """Pinned memory (bytes) of a GPU's transfers, for gradients and for new parameters; exact to some pages.
+    """Pinned memory (bytes) of a GPU's transfers, for gradients and for new parameters; at most some pages more.
 
     Args:
         elements: of all gradients together.

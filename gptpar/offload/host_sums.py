@@ -4,12 +4,12 @@ Each micro-batch's gradient leaves the device in its own number format, through 
 adds it to its bucket's sum in fp32 or wider. The additions are those of a sum on the device, in the same order, so no
 bit of the sum changes. Meanwhile the device computes the next layers, or the next micro-batch: the ring holds a third
 of the gradients, so the additions may go on in the next forward pass. The thread begins the copies as well, each when
-its gradient is computed: the driver takes some 50 copies behind unfinished work, then whoever begins one waits for it.
+its gradient is computed: behind unfinished work, the driver queues some 50 copies, and then blocks whoever begins one.
 
 An addend goes through five queues, in order. The training loop puts it into the first, and only the thread takes it on:
 
 ``_submitted``  the device may still compute it
-``_computed``   the same, and the thread has taken it on; or it waits for a slot of the ring
+``_computed``   the thread has taken it: it waits for the gradient, in order, or for a slot of the ring
 ``_leaving``    its copy has begun
 ``_here``       it is in host memory, and the device's memory is free
 ``_ordered``    its addition is in the kernels' queue; at the end, its slot is given back

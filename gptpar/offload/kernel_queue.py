@@ -21,7 +21,8 @@ from gptpar.optim.elementwise import Done, HostKernel
 
 MAX_QUEUED = MAX_UNSENT - 1
 """Updates that the thread gives to the kernel before it waits for their ends, while gradients still come. With one at a
-time, it took Python's lock from the backward pass after each bucket, and each layer took more than twice as long."""
+time, the thread took Python's lock from the backward pass after each bucket, and a layer took more than twice as
+long."""
 
 LEFT = 2
 """Updates that the kernel still has when the thread goes on. The thread may wait for Python's lock almost as long as
@@ -197,7 +198,7 @@ class KernelQueue:
         """A bucket's double buffer, in other memory if a save needs what it holds and memory has room."""
         buffer = bucket.double_buffer
         assert buffer is not None and buffer.block is not None
-        # The second half of a partial gradient finds nothing to exchange: the first half did.
+        # The second part of a speculation with a partial gradient exchanges nothing: the first part has done so.
         other = self._shared.guard.exchange(buffer.block)
         bucket.double_buffer = buffer if other is None else buffer.in_other(other)
         return bucket.double_buffer

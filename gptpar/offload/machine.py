@@ -49,7 +49,7 @@ def build_host_optimizer(
         itemsize: bytes of the widest element that is copied, in a gradient or in new parameters.
         wide: dtype of master weights and optimizer state.
         folder: for files that hold the state; ``None``: the state is in memory.
-        threads: of the kernel; default: all cores of this process but two.
+        threads: of the kernel; default: :func:`~gptpar.optim.cpu_adam.default_threads`.
         gradients_leave_at_once: see :mod:`gptpar.offload.copying_transfers`.
     """
     place, count = place_on_machine()

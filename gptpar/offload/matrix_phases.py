@@ -11,8 +11,8 @@ loop gives this memory before it waits for the unit's momenta, so what it waits 
 the thread waits for directions. By then all momenta are there, and the loop needs nothing more of the thread to submit
 the rest. Other processes' loops, with which the loop exchanges matrices, wait for their own threads likewise.
 
-These buckets do not speculate. The clipping factor is a factor of the gradient's share in the momentum, and what is
-orthogonalized depends on it in all elements of a matrix: a speculation that turns out wrong would cost the assembly and
+These buckets do not speculate. Clipping scales the gradient before it enters the momentum, so that every element of an
+orthogonalized matrix depends on it: a speculation that turns out wrong would cost the assembly and
 the orthogonalization once more. Nor could the loop orthogonalize anything before the backward pass has ended.
 """
 

@@ -29,11 +29,14 @@ class SharedState:
     no longer ``due``. Until then the memory of a submitted gradient must not change. Who writes what:
 
     ======================================  ===============================  ========================================
-    a bucket's state, grad, newer           loop and thread                  under the lock; while due: the thread
+    a bucket's state, grad, newer, partial  loop and thread                  under the lock; while due: the thread
     a bucket's due                          loop sets it, thread clears it   under the lock
-    a bucket's buffers, steps               thread                           while it is due, or speculates
+    a bucket's momenta                      loop; thread clears it           the loop sets and clears it under the lock
+    a bucket's buffers, speculated_with     thread                           while it is due, or speculates
+    a bucket's steps                        thread; loop at a load           while it is due; no step is requested
     a bucket's group_ranges                 loop                             while no step is requested
-    a bucket's sent                         thread sets it, loop clears it   the loop waits for "not due" before
+    a bucket's sent                         thread sets it, loop clears it   the loop waits before: for "not due", or
+                                                                             for momenta that are there
     ``num_updated``, ``num_ahead``          thread                           under the lock
     ``request``, ``expected``               loop; thread clears the former   under the lock
     ``holds``, ``keeps``, ``closing``       loop                             under the lock
@@ -50,9 +53,8 @@ class SharedState:
 
     Attributes:
         changed: is notified when any of this has changed.
-        guard: is asked before an update overwrites state, in place or in a double buffer. A commit may turn state that
-            is being saved into a double buffer. Then the buffer gets other memory, and in-place updates go to the
-            double buffer, so that nothing is copied.
+        guard: is asked before an update overwrites state. If a save still reads it, the double buffer gets other
+            memory, and an in-place update goes to the double buffer, so that nothing is copied.
         of_unit: unit -> its buckets.
         request: the step to take; ``None``: none is requested, or it is done.
         expected: the coming step's probable hyperparameters, before it is requested.
@@ -176,7 +178,7 @@ class SharedState:
         self.loop_waits(lambda: self.request is None and not any(bucket.due for bucket in self.buckets))
 
     def _exchanged_blocks(self) -> Iterator[torch.Tensor]:
-        """The memory of valid state that a commit makes a double buffer, so that it is never updated in place."""
+        """The state's memory in buckets with a double buffer; while a save reads it, updates go to that buffer."""
         for bucket in self.buckets:
             if bucket.double_buffer is not None and bucket.buffers.block is not None:
                 yield bucket.buffers.block

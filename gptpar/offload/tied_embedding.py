@@ -1,8 +1,8 @@
 """Submits a part of the tied embedding's gradient to the CPU optimizer before the gradient is final.
 
-A tied embedding is also the LM head. The backward pass computes its gradient as LM head first and its gradient as
-embedding last, and the next forward pass needs the embedding first. But as embedding it has a gradient only in the rows
-of the tokens. So the CPU optimizer gets the LM head's gradient at once, added to that of earlier micro-batches
+A tied embedding is also the LM head. The backward pass computes the LM head's part of its gradient first and the
+embedding's part last, and the next forward pass needs the embedding first. But the embedding's part is zero except in
+the rows of the tokens. So the CPU optimizer gets the LM head's gradient at once, added to that of earlier micro-batches
 ("partial gradient"). It updates all other rows while the device works on the other layers, and the rows of the tokens
 ("open ranges") at the end.
 """

@@ -58,7 +58,8 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         max_norm: the global norm to which gradients are clipped (0: never).
         speculation: whether an attached optimizer updates before the norm is known, into a double buffer of master
             weights and moments: ``on``, ``off``, or ``auto``, as far as host memory allows. It changes no number.
-        threads: number of the CPU optimizer's threads; default: the cores of this process but two.
+        threads: number of the CPU optimizer's threads; default: see
+            :func:`~gptpar.optim.cpu_adam.default_threads`.
         norm_fn: turns this process's sum of squares of the gradient (fp64 scalar, on the device) into that of all
             processes. It is needed where parameters are spread over processes, because these would clip and skip
             differently. DTensors that are all placed alike do without it.
@@ -192,7 +193,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         versions = [version_of(local.parameter) for local in self._parameters]
         pairs = zip(self._parameters, self._versions, versions, strict=True)
         changed = {local.unit for local, old, new in pairs if old != new}
-        # While gradients are submitted, the optimizer itself may have changed parameters by speculation.
+        # While gradients are submitted, parameters may have speculated values, which are no master weights.
         if changed and not self._overlap.submitted:
             follow_parameters(changed, self._state)
         self._versions = versions
@@ -220,7 +221,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
 
     @property
     def num_redone(self) -> int:
-        """Number of steps that the host computed twice: it had speculated that nothing would be clipped."""
+        """Number of steps that the host computed twice: it had speculated with other numbers, or another gradient."""
         return self._overlap.host.num_redone
 
     def finish(self) -> None:

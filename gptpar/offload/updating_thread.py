@@ -89,14 +89,14 @@ class UpdatingThread(threading.Thread):
             request, expected = self._shared.request, None
             if bucket is not None:  # under the lock: the loop may submit another gradient at any time
                 self._shared.advance(bucket, What.SPECULATION_BEGUN)
-                expected, partial = self._expected_now(), bucket.partial
+                expected, early = self._expected_now(), bucket.partial
                 bucket.speculated_with = expected
         if action is Action.SPECULATE:
             assert bucket is not None and expected is not None
             # With a partial gradient, update the closed ranges alone, and keep the new parameters in host memory: the
             # training loop may still compute with the old ones.
-            closed = None if partial is None else partial.closed
-            self._queue.begin(bucket, expected, None, aside=True, only=closed, sends=partial is None)
+            closed = None if early is None else early.closed
+            self._queue.begin(bucket, expected, None, aside=True, only=closed, sends=early is None)
         elif action is Action.TAKE_STEP:
             assert request is not None
             self._take_step(request)

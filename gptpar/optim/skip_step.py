@@ -5,10 +5,11 @@ before it (128 by default), a step is an *outlier* if::
 
     loss - mean(l) > k * std(l)    or    norm - mean(n) > k * std(n)
 
-``k`` is sigma (6 in OLMo's runs), ``std`` the sample's standard deviation (one less than their number in the denominator), and ``norm`` the
-gradient norm before clipping. No step is an outlier before the window has ``max(2, W // 2)`` steps. An outlier enters
-the window like any other step. So a level that stays high becomes the usual one, and the run goes on. A step whose loss
-or norm is not finite is no outlier and does not enter the window: it is skipped anyway.
+``k`` is sigma (6 in OLMo's runs), ``std`` the sample's standard deviation (one less than the number of steps in the
+denominator), and ``norm`` the gradient norm before clipping. No step is an outlier before the window has
+``max(2, W // 2)`` steps. An outlier enters the window like any other step. So a level that stays high becomes the usual
+one, and the run goes on. A step whose loss or norm is not finite is no outlier and does not enter the window: it is
+skipped anyway.
 
 A skipped outlier leaves weights, moments, and the optimizer's count of steps for its bias corrections as they are.
 Data, learning rate and weight decay go on, as in OLMo-core. (A non-finite step does not count for the schedules, as in

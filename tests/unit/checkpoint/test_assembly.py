@@ -1,11 +1,13 @@
 """Blocks of new tensors: how many are in memory at once, and what happens where they do not fit."""
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from gptpar.checkpoint import assembly as assembly_module
 from gptpar.checkpoint import data_file
 from gptpar.checkpoint.assembly import Assembly, FileBlock, NewTensor, Reading, Room
 from gptpar.checkpoint.data_file import DataFile
@@ -59,6 +61,32 @@ def test_a_transposed_tensor_is_read_as_often_as_its_blocks_need(
     assert (tmp_path / "new").read_bytes() == values.t().contiguous().numpy().tobytes()
     assert Counter(seen) == dict.fromkeys(range(0, ROWS, 8), times)
     assert assembly.most_begun == min(blocks, 8)
+
+
+def test_a_reading_without_elements_of_a_block_does_not_complete_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reading names more blocks than it has elements of; meanwhile another one completes such a block."""
+    values, assembly = torch.randn(ROWS, COLUMNS), Assembly(Room(1, 8))
+    file, tensor, view = transposed(tmp_path / "new")
+    copy = assembly_module.copy_elements
+
+    def give_all(blocks: Sequence[FileBlock]) -> None:
+        assembly.fill(blocks, "w", view.of_parameter(((0, 0), (ROWS, COLUMNS)), values))
+
+    def give_none(blocks: Sequence[FileBlock]) -> None:
+        monkeypatch.setattr(assembly_module, "copy_elements", beside_another)
+        assembly.fill(blocks, "w", [])
+
+    def beside_another(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        monkeypatch.setattr(assembly_module, "copy_elements", copy)
+        give_all(tensor.blocks[:1])
+        copy(pairs)
+
+    assembly.run([[Reading(tensor.blocks[:1], give_none), Reading(tensor.blocks, give_all)]])
+    file.sync()
+    file.close()
+    assert (tmp_path / "new").read_bytes() == values.t().contiguous().numpy().tobytes()
 
 
 def test_a_write_that_fails_ends_the_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

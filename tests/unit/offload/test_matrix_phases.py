@@ -8,7 +8,16 @@ import torch
 from gptpar.engine import matrix_homes
 from gptpar.offload import buckets
 from tests.helpers import make_trainer, tiny_config
-from tests.unit.offload.tiny_runs import OFFLOAD, RATIOS, assert_same_state, config_words, hash_of, run_of, state_of, train
+from tests.unit.offload.tiny_runs import (
+    OFFLOAD,
+    RATIOS,
+    assert_same_state,
+    config_words,
+    hash_of,
+    run_of,
+    state_of,
+    train,
+)
 
 WORDS = "--optimizer muon --max-position-embeddings 24 --clip-grad 0.9"
 

@@ -112,5 +112,5 @@ def test_a_disk_that_does_not_suffice_is_told_before_anything_is_written(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     offload = tiny_config(f"{OFFLOAD} 0.5 --optimizer-nvme-path {tmp_path}").offload
     told = rf"^{names.asker}: this machine's processes need 1.12 GiB in {tmp_path} and 1.00 MiB are free: lower "
-    with pytest.raises(GptparError, match=f"{told}{names.ratio} 0.5, "):
+    with pytest.raises(GptparError, match=rf"{told}{names.ratio} \(now 0.5\), "):
         build._speculated_elements(offload, StateSize(10**8, ADAMW.state_bytes(4)), names=names)

@@ -29,7 +29,12 @@ def add_each(totals: Sequence[torch.Tensor], addends: Sequence[torch.Tensor], fa
 
 
 def add(a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> None:
-    """``total = a + b`` in fp32 or wider, rounded once; ``total`` may be one of them."""
+    """``total = a + b`` in fp32 or wider, rounded once.
+
+    Args:
+        a, b: fp64 only where ``total`` is.
+        total: may be one of them.
+    """
     if gpu.takes(total) and all(x.is_contiguous() for x in (a, b, total)):
         gpu.addition.add(a, b, total)
     else:

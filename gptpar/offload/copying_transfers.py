@@ -138,7 +138,9 @@ class CopyingSameMemory(SameMemory):
         return [(torch.empty(size, dtype=torch.uint8), Passed()) for size in sizes]
 
     def fetch(self, grad: torch.Tensor, made: DeviceEvent, slot: StagingBuffer | None = None) -> D2HCopy:
-        values = _values_in(slot, grad)
+        # Directions of matrices, which a CPU orthogonalizes in fp32, may be wider than the gradients.
+        is_wider = slot is not None and len(slot[0]) < grad.nbytes
+        values = torch.empty_like(grad) if is_wider else _values_in(slot, grad)
         return self._under_way.add(GradientCopy(grad, values, *self.copy(grad, values)))
 
     def copy(self, grad: torch.Tensor, values: torch.Tensor) -> tuple[DeviceEvent, DeviceEvent]:

@@ -21,6 +21,7 @@ from gptpar.offload.host_sums import sums_bytes
 from gptpar.plan.hardware import SUSTAINED, Sustained
 from gptpar.plan.job import Groups, Job, StagePart, alive
 from gptpar.plan.states import gradient_bytes
+from gptpar.tensor_parallel.cross_entropy import ROW_PIECES
 from gptpar.tensor_parallel.linear_ops import FUSED_BYTES
 
 BOUNDARIES_IN_FLIGHT = 3
@@ -244,9 +245,11 @@ def _loss_buffers(job: Job, part: StagePart) -> float:
     hidden, gradient = job.tokens * product.inner * size, product.inner * product.columns
     logits = -(-job.tokens // cost.chunks) * product.columns * size
     in_place = job.device_type == "cuda" and size <= 4  # the logits' gradient takes their memory
-    work = max((1 if in_place else 2) * logits, logits + gradient * size)
-    if cost.chunks > 1:
-        work += gradient * wide
+    work: float = max((1 if in_place else 2) * logits, logits + gradient * size)
+    if cost.chunks == 2:
+        work += gradient * size
+    elif cost.chunks > 2:  # the first chunk's part, a sum in the wide format, and a piece of the second chunk's
+        work += gradient * (wide + size / ROW_PIECES)
     inputs = (2 if job.token_splits == 1 else 2 / job.token_splits + 1) * hidden
     return inputs + hidden + work + _gathered(job, (head, head - 1))
 

@@ -11,12 +11,12 @@ KINDS = {
     TRANSFERS: r"memcpy (HtoD|DtoH)",
     "attention": r"flash|fmha|attention|sdpa|cudnn_generated",
     "products of experts": r"GroupProblemShape|grouped_(gemm|mm)",
-    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK",
+    "matrix products": r"gemm|nvjet|cutlass|xmma|cublas|splitK|^_symmetric$",
     "routing of experts": r"sort|scatter_gather",
     "permutation of rows": r"index_?select|vectorized_gather|index_elementwise",
     "compiled pointwise": r"triton",
-    "optimizer": r"adam|multi_tensor|norm_|lpnorm|^_update$",
-    "fused kernels": r"^_[a-z_]+$",
+    "optimizer": r"adam|multi_tensor|lpnorm|(?<!^_)norm_|^_(update|numbers)$",
+    "own kernels": r"^_[a-z_]+$",
     "copies": r"memcpy|memset|copy",
 }
 """Kind -> a pattern of its kernels' names; the first that fits is taken. A compiled kernel is named after all that is

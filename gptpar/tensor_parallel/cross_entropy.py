@@ -55,7 +55,9 @@ def _weight_grad(
     dtype: torch.dtype,
     on_rows: Callable[[torch.Tensor, slice], None] | None,
 ) -> torch.Tensor:
-    """The weight's gradient of a chunk and of those before it. The sum is rounded once.
+    """The weight's gradient of a chunk and of those before it.
+
+    A chunk's part has the operands' number format; the sum is rounded once.
 
     Args:
         others_VD: the gradient of those before; where it is wide and stays so, it is overwritten.
@@ -71,6 +73,7 @@ def _weight_grad(
         part = product(grad_NV[:, rows].t(), hidden_ND, out=None if is_wide else grad_VD[rows])
         if others_VD is not None:
             add(others_VD[rows], part, grad_VD[rows])
+        del part  # before the next one
         if on_rows is not None:
             on_rows(grad_VD, rows)
     return grad_VD
@@ -225,7 +228,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        """Gradients of hidden and weight."""
+        """Gradients of hidden and weight; if the incoming one is ``scale`` itself, those that the graph keeps."""
         *gradients, scale = ctx.saved_tensors
         # The engine passes ``scale`` itself, as its address shows. Compiled code has no addresses.
         if torch.compiler.is_compiling() or grad_loss.data_ptr() != scale.data_ptr():

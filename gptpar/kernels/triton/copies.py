@@ -44,10 +44,10 @@ def scattered_copies(
         num_rows: M.
     """
     x_ND, rows_NK = x_ND.contiguous(), rows_NK.contiguous()
-    taken = rows_NK if taken_NK is None else taken_NK.contiguous()
-    (copies, width), scattered_MD = (rows_NK.shape[1], x_ND.shape[1]), x_ND.new_empty(num_rows, x_ND.shape[1])
+    taken = rows_NK if taken_NK is None else taken_NK.contiguous()  # rows_NK is never read as such
+    scattered_MD = x_ND.new_empty(num_rows, x_ND.shape[1])
     wrap_triton(_scatter)[(rows_NK.numel(),)](
-        x_ND, rows_NK, taken, scattered_MD, copies, width,
+        x_ND, rows_NK, taken, scattered_MD, rows_NK.shape[1], x_ND.shape[1],
         HAS_NONE=taken_NK is not None, COLUMNS=COLUMNS, num_warps=NUM_WARPS,
     )  # fmt: skip
     return scattered_MD
@@ -62,15 +62,15 @@ def _weighted_backward(
     taken_width = width
     if HAS_NONE:
         taken_width = width * tl.load(taken + copy).to(tl.int32)
-    weight, row = tl.load(weights + copy), tl.load(rows + copy) * width
+    weight, row_at = tl.load(weights + copy), tl.load(rows + copy) * width
     source = grad + copy // copies * width
     total = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, taken_width, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         inside = columns < taken_width
         g = tl.load(source + columns, mask=inside, other=0.0).to(tl.float32)
-        total += g * tl.load(y + row + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_y + row + columns, (g * weight).to(grad_y.dtype.element_ty), mask=inside)
+        total += g * tl.load(y + row_at + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_y + row_at + columns, (g * weight).to(grad_y.dtype.element_ty), mask=inside)
     tl.store(grad_weights + copy, tl.sum(total, 0))
 
 

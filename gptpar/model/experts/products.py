@@ -140,7 +140,7 @@ class _Added(torch.autograd.Function):
 
 def _moves_rows(x: torch.Tensor) -> bool:
     """Whether kernels move rows like these: short ones, such as weights, are left to torch."""
-    return gpu.takes(x) and x.shape[1] * x.element_size() >= KERNEL_BYTES
+    return len(x) > 0 and gpu.takes(x) and x.shape[1] * x.element_size() >= KERNEL_BYTES
 
 
 def _sum_of_copies(

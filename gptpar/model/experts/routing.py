@@ -202,8 +202,8 @@ def losses_of(config: ModelConfig) -> tuple[str, ...]:
 class _Logits(torch.autograd.Function):
     """``x W^T`` in fp32 or wider. The operands are kept for the backward pass as they are, in a narrower format.
 
-    In bf16 on a GPU, tensor cores multiply: their products are exact in fp32, in which they are summed. A gradient in
-    fp32 enters as the sum of three numbers in bf16, which has its 24 bits.
+    In bf16 on a GPU, tensor cores multiply: their products are exact in fp32, in which they add them up, cutting sums
+    off. A gradient in fp32 enters as the sum of three numbers in bf16, which has its 24 bits (but below 2^-109).
     """
 
     @staticmethod

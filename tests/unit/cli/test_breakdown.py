@@ -1,7 +1,7 @@
 """Kernels summed up by kind."""
 
 from gptpar.cli.benchmark.breakdown import break_down, table
-from gptpar.reporting.trace import COMMUNICATION
+from gptpar.reporting.trace import COMMUNICATION, kind_of
 
 
 def test_two_steps_are_broken_down() -> None:
@@ -19,3 +19,16 @@ def test_two_steps_are_broken_down() -> None:
     lines = table([found, found]).splitlines()
     assert lines[-1].split() == ["not", "computing,", "share", "40.0%", "40.0%"]
     assert [line for line in lines if line.startswith("nothing running")][0].split()[-2:] == ["3.0", "3.0"]
+
+
+def test_the_projects_own_kernels_are_named() -> None:
+    kinds = {
+        "matrix products": ["_symmetric", "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"],
+        "optimizer": ["_update", "_numbers", "void at::native::reduce_kernel<512, 1, at::native::NormTwoOps>norm_"],
+        "own kernels": ["_norm_backward", "_add", "_loss_and_grad", "_scatter", "_weighted_backward", "_activate"],
+        "routing of experts": ["_scatter_gather_elementwise_kernel"],
+        "compiled pointwise": ["triton_red_fused__fused_rms_norm_add_5"],
+    }
+    assert {kind: [name for name in names if kind_of(name) != kind] for kind, names in kinds.items()} == dict.fromkeys(
+        kinds, []
+    )

@@ -38,6 +38,19 @@ def test_no_ratio_changes_a_bit(dtype: str, size: int, monkeypatch: pytest.Monke
         assert_same_state(run_of(f"{WORDS} {dtype} {OFFLOAD} {ratio}", 6), plain)
 
 
+@pytest.mark.parametrize("dtype", ["--bf16", pytest.param("--fp64", marks=pytest.mark.slow)])
+def test_directions_may_be_wider_than_gradients(dtype: str) -> None:
+    """A CPU orthogonalizes in fp32 or wider; the gradients of a single micro-batch leave in the model's format."""
+    states = []
+    for offload in ("", f"{OFFLOAD} 1 --offload-gradients on"):
+        trainer = make_trainer(tiny_config(config_words(f"{WORDS} {dtype} --micro-batch-size 4 {offload}")))
+        train(trainer, 0, 3, 1)
+        trainer.engine.finish()
+        states.append(hash_of(trainer))
+        trainer.close()
+    assert states[0] == states[1]
+
+
 @pytest.mark.parametrize("chunk", [1 << 30, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ratio", ["0.731", "1", pytest.param("0", marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite_changes_nothing(ratio: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -252,6 +252,8 @@ class Weights(NotCopied):
         param = self._to_change(name, value, local)
         self._engine.gatherer.keep_last_step()  # the CPU may have worked ahead with the old values
         self._engine.finish()
+        if kind == "weights" and not self._engine.parameters.transient:
+            self.catch_up()  # others may have been changed in place; publishing would overwrite them
         ranges = self._ranges_of(param, kind)
         self._engine.optimizer.guard.before_write(values for _, values in ranges)
         self._copy_into(ranges, value, local)

@@ -83,6 +83,10 @@ class GradientMemory:
     def begin(self, num_micro_batches: int) -> None:
         """Begin a step."""
         self.single = num_micro_batches == 1
+        for unit in self.table.units:  # a step that ended in an error may have left sums in another format
+            total = self._sums.get(unit.name)
+            if total is not None and unit.name not in self._fixed and total.dtype != self.dtype_of(unit):
+                del self._sums[unit.name]
         for unit in self._divided.values() if self.ahead else ():
             self.sum_of(unit)
 

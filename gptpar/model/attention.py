@@ -21,6 +21,7 @@ from gptpar.kernels.head_norm import HeadShape, normed_heads
 from gptpar.model.attention_sinks import SINK_CHANNELS
 from gptpar.model.core_attention import AttentionDropout, AttentionRule, core_attention
 from gptpar.model.dropout import NO_SEEDS, LayerSeeds
+from gptpar.model.dtypes import in_parts
 from gptpar.model.head_exchange import HeadExchange
 from gptpar.model.linear import Linears, Reader
 from gptpar.model.mup import attention_scale
@@ -99,8 +100,7 @@ def with_distances(
     (batch, heads, length, _), dtype = q_BHSK.shape, q_BHSK.dtype
     positions = torch.arange(length, device=k_BGSK.device)[None] if positions_BS is None else positions_BS
     wanted_H = slopes_H / scale
-    rounded_H = wanted_H.to(dtype)
-    rest_H = (wanted_H - rounded_H.to(wanted_H.dtype)).to(dtype)
+    rounded_H, rest_H = in_parts(wanted_H, dtype, 2)
     of_queries, of_keys = [], []
     for digit in range(_DIGITS):
         factor = _BASE ** (digit / 2)  # half of the digit's weight on each side: fp16 ends at 65,504

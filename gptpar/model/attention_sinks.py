@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from gptpar.model.dtypes import in_parts
+
 SINK_CHANNELS = 8
 """Channels that a sink adds to a head where it is a key; kernels take multiples of eight."""
 
@@ -63,16 +65,14 @@ def _with_sink(
     """
     batch, heads, length, width = q_BHSK.shape
     wanted_H = sinks_H.to(torch.promote_types(sinks_H.dtype, torch.float32)) / scale
-    rounded_H = wanted_H.to(q_BHSK.dtype)
-    rest_H = (wanted_H - rounded_H.to(wanted_H.dtype)).to(q_BHSK.dtype)
-    channels_HC = F.pad(torch.stack([rounded_H, rest_H], -1), (0, SINK_CHANNELS - 2))
+    channels_HC = F.pad(torch.stack(in_parts(wanted_H, q_BHSK.dtype, 2), -1), (0, SINK_CHANNELS - 2))
     q_BHSK = torch.cat((q_BHSK, channels_HC[None, :, None].expand(batch, heads, length, -1)), -1)
     sink_1K = F.pad(k_BGTK.new_ones(1, 2), (width, SINK_CHANNELS - 2)).expand(batch, k_BGTK.shape[1], 1, -1)
     k_BGTK = torch.cat((F.pad(k_BGTK, (0, SINK_CHANNELS)), sink_1K), 2)
     return q_BHSK, k_BGTK, F.pad(v_BGTK, (0, SINK_CHANNELS, 0, 1))
 
 
-@torch.library.custom_op("gptpar::varlen_attention_with_sinks", mutates_args=())
+@torch.library.custom_op("gptpar::documents_with_sinks", mutates_args=())
 def varlen_attention_with_sinks(
     q_NHK: torch.Tensor,
     k_NGK: torch.Tensor,
@@ -97,7 +97,7 @@ def varlen_attention_with_sinks(
     return y_NHK, total_HN
 
 
-@torch.library.custom_op("gptpar::varlen_attention_with_sinks_backward", mutates_args=())
+@torch.library.custom_op("gptpar::documents_with_sinks_backward", mutates_args=())
 def varlen_attention_with_sinks_backward(
     grad_NHK: torch.Tensor,
     q_NHK: torch.Tensor,
@@ -137,12 +137,12 @@ def _flash_backward(tensors: tuple[Any, ...], max_q: int, max_k: int, left: int,
 @varlen_attention_with_sinks.register_fake
 def _(q_NHK: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     total_HN = q_NHK.new_empty(q_NHK.shape[1], len(q_NHK), dtype=torch.promote_types(q_NHK.dtype, torch.float32))
-    return q_NHK.new_empty(q_NHK.shape), total_HN
+    return torch.empty_like(q_NHK), total_HN  # with the strides of the queries, as the kernel's
 
 
 @varlen_attention_with_sinks_backward.register_fake
 def _(grad: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -1,7 +1,27 @@
-"""The number formats by the names that flags give them."""
+"""The number formats by the names that flags give them, and numbers as sums of narrower ones."""
 
 from __future__ import annotations
 
 import torch
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+
+_CUT = {torch.bfloat16: 16, torch.float16: 13}
+"""Format -> lower bits of an fp32 number that it does not have."""
+
+
+def in_parts(x: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
+    """``count`` tensors of a number format, the largest first, whose sum is x, as far as they have bits for it.
+
+    In 16 bits, the bits of x in fp32 are rounded. A compiler would drop the rounding of a number that is rounded to 16
+    bits and then subtracted in fp32, and with it all parts but the first.
+    """
+    if dtype not in _CUT:
+        first = x.to(dtype)
+        return first, *[torch.zeros_like(first)] * (count - 1)
+    bits, x, parts = _CUT[dtype], x.to(torch.float32), []
+    for _ in range(count):
+        nearest = ((x.view(torch.int32) + (1 << bits - 1)) & -(1 << bits)).view(torch.float32)
+        parts.append(nearest.to(dtype))
+        x = x - nearest
+    return tuple(parts)

@@ -190,6 +190,9 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         if moved := [p.unit for p in self._parameters if local_of(p.parameter).data_ptr() != p.flat.data_ptr()]:
             where = f"parameters {', '.join(moved)} lie in other memory than when TwinFlowAdamW was made"
             raise RuntimeError(f"{where}: move or convert a module first, then make its optimizer.")
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
         versions = [version_of(local.parameter) for local in self._parameters]
         pairs = zip(self._parameters, self._versions, versions, strict=True)
         changed = {local.unit for local, old, new in pairs if old != new}
@@ -298,6 +301,7 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         The state of a DTensor is a DTensor with the same placement.
         """
         self.finish()
+        self._follow_changes()
         found, steps = gather_state(self._parameters, self._state), self._steps()
         begun, self.state = self.state, defaultdict(dict)
         for local in (local for local in self._parameters if steps[local.unit]):

@@ -23,6 +23,7 @@ from torch import nn
 from gptpar.config import ModelConfig
 from gptpar.config.sections.mlp import OF_SEQUENCE, OF_STEP
 from gptpar.model.core_attention import not_compiled
+from gptpar.model.dtypes import in_parts
 from gptpar.model.mup import router_std
 from gptpar.tensor_parallel import TensorAxis
 from gptpar.tensor_parallel.cost import BatchShape
@@ -218,7 +219,7 @@ class _Logits(torch.autograd.Function):
     def backward(ctx: Any, grad_NE: torch.Tensor) -> Any:  # type: ignore[override]
         x_ND, weight_ED = ctx.saved_tensors
         if _has_exact_products(x_ND, weight_ED):
-            parts_NP = torch.cat(in_three_parts(grad_NE), 1)
+            parts_NP = torch.cat(in_parts(grad_NE, torch.bfloat16, 3), 1)
             of_x = torch.mm(parts_NP, weight_ED.repeat(3, 1))
             of_weight = torch.mm(parts_NP.t(), x_ND, out_dtype=grad_NE.dtype).unflatten(0, (3, -1)).sum(0)
         else:
@@ -228,20 +229,6 @@ class _Logits(torch.autograd.Function):
 
 def _has_exact_products(x_ND: torch.Tensor, weight_ED: torch.Tensor) -> bool:
     return x_ND.is_cuda and x_ND.dtype == weight_ED.dtype == torch.bfloat16
-
-
-def in_three_parts(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Three tensors in bf16, the largest first, whose sum is x in fp32.
-
-    Each takes the upper 16 bits of what is left. A compiler would drop the rounding of a number that is rounded to bf16
-    and then subtracted in fp32.
-    """
-    parts = []
-    for _ in range(3):
-        upper = (x.view(torch.int32) & -(1 << 16)).view(torch.float32)
-        parts.append(upper.bfloat16())
-        x = x - upper
-    return tuple(parts)
 
 
 class Router(nn.Module):

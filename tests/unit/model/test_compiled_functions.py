@@ -208,3 +208,16 @@ def test_compiled_gradients_are_those_of_uncompiled_code(
     few_ulps = 8 * torch.finfo(dtype).eps
     for got, one in zip(gradients(compiled, inputs), wanted, strict=True):
         torch.testing.assert_close(got, one, rtol=few_ulps, atol=few_ulps)
+
+
+def test_attention_with_sinks_has_the_strides_that_it_announces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of its operands: of one sample, heads lie apart. torch's kernel allocates alike."""
+    monkeypatch.setattr(attention_sinks, "_flash", lambda q, *_: (torch.zeros_like(q), torch.zeros(q.shape[1], len(q))))
+    monkeypatch.setattr(attention_sinks, "_flash_backward", lambda t, *_: tuple(map(torch.zeros_like, t[1:4])))
+    q, k, v = (torch.randn(heads, 6, 8).transpose(0, 1) for heads in (4, 2, 2))
+    starts, how = torch.tensor([0, 6], dtype=torch.int32), (6, 6, -1, 0.3)
+    given = q, k, v, torch.randn(4), starts, starts, *how
+    torch.library.opcheck(attention_sinks.varlen_attention_with_sinks, given, test_utils="test_faketensor")
+    y, total = attention_sinks.varlen_attention_with_sinks(*given)
+    backward = y.contiguous(), q, k, v, y, total, starts, starts, *how
+    torch.library.opcheck(attention_sinks.varlen_attention_with_sinks_backward, backward, test_utils="test_faketensor")

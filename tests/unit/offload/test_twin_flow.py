@@ -186,6 +186,27 @@ def test_masters_follow_parameters_changed_from_outside(closing: Any) -> None:
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
+def test_masters_follow_parameters_that_are_changed_before_a_save(ratio: float, closing: Any) -> None:
+    found = []
+    for saves in (False, True):
+        weight = nn.Parameter(torch.linspace(-1, 1, 64).bfloat16())
+        optimizer = closing(TwinFlowAdamW([weight], lr=1e-2, offload_ratio=ratio))
+        for step in range(2):
+            (weight.float() * (step + 1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 0:
+                optimizer.finish()
+                with torch.no_grad():
+                    weight.mul_(0.5)
+                if saves:
+                    optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.finish()
+        found.append(weight.detach().clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("ratio", RATIOS)
 def test_gradients_may_have_strides(ratio: float) -> None:
     weights = [nn.Parameter(torch.ones(64, dtype=torch.float64)) for _ in range(2)]
     theirs = torch.optim.AdamW(weights[1:], lr=0.1)

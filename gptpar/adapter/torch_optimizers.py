@@ -19,6 +19,7 @@ from gptpar.optim.adamw import ADAMW
 from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.muon import EPS, MUON
 from gptpar.optim.torch_updates import ADAGRAD, ADAM, AMSGRAD, AMSGRADW, rmsprop, sgd
+from gptpar.optim.update import Update
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -108,6 +109,18 @@ def problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
             f"optimizer has taken steps: it has states of {len(optimizer.state)} parameters, which the engine would "
             "not take over; pass it before its first step, and resume by engine.load_checkpoint."
         )
+
+
+def changed_beyond(update: Update, group: Mapping[str, Any]) -> str | None:
+    """What a group was changed to, if its update does not do it, which follows from the groups' first values."""
+    if update.name in ("sgd", "rmsprop") and group["momentum"] and "momentum_buffer" not in update.states:
+        return f"momentum {group['momentum']}, and no group had one when the engine was made"
+    if update in (ADAMW, AMSGRADW) and group.get("decoupled_weight_decay") is False and group["weight_decay"]:
+        return (
+            f"weight_decay {group['weight_decay']} of torch.optim.Adam, and no group had one when the engine was made"
+        )
+    found = next((name for name in _OTHER_UPDATES if group.get(name)), None)
+    return None if found is None else f"{found}=True, which gptpar's updates do not have"
 
 
 def of_configuration(raw: Mapping[str, Any]) -> tuple[Callable[..., torch.optim.Optimizer] | None, list[str]]:

@@ -196,8 +196,13 @@ class TwinFlowAdamW(torch.optim.Optimizer):
         versions = [version_of(local.parameter) for local in self._parameters]
         pairs = zip(self._parameters, self._versions, versions, strict=True)
         changed = {local.unit for local, old, new in pairs if old != new}
-        # While gradients are submitted, parameters may have speculated values, which are no master weights.
-        if changed and not self._overlap.submitted:
+        if changed and self._overlap.submitted:  # parameters may have speculated values, which are no master weights
+            names = ", ".join(sorted(changed))
+            raise RuntimeError(
+                f"parameters {names} were changed between last_backward() and step(): change them before, or after "
+                "zero_grad(), which forgets the gradients."
+            )
+        if changed:
             follow_parameters(changed, self._state)
         self._versions = versions
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -16,9 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from gptpar.adapter.units import own, walk
 from gptpar.checkpoint import DamagedCheckpoint, Manifest, read_manifest
 from gptpar.checkpoint import load_checkpoint as load_tensors
 from gptpar.checkpoint import save_checkpoint as save_tensors
@@ -29,6 +27,16 @@ from gptpar.checkpoint.save_request import Save
 from gptpar.checkpoint.saver import Saver
 from gptpar.checkpoint.verify import report_all
 from gptpar.deepspeed.engines.engine_state import EngineState
+from gptpar.deepspeed.engines.engine_tensors import (
+    buffers_of,
+    is_frozen,
+    is_in_reach,
+    kept_buffers,
+    like,
+    tensors_of,
+    with_extra_state,
+    without_moments,
+)
 from gptpar.deepspeed.engines.former_names import layers_in_order, present_state, stored_names
 from gptpar.deepspeed.engines.plain_values import from_json, to_json
 from gptpar.deepspeed.engines.stored_state import (
@@ -49,15 +57,13 @@ from gptpar.deepspeed.engines.tags import LATEST, agreed_tag, candidates, link_t
 from gptpar.errors import CheckpointError, numbered
 from gptpar.system.files import replace_synced
 from gptpar.topology.mesh import DATA
-from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of, named
+from gptpar.topology.tensor_parts import TensorParts, as_parts, kind_of
 
 AMID_A_STEP = (
     "engine.save_checkpoint in the middle of a step, {} of its {} micro-batches being complete: the checkpoint has the "
     "weights, moments and counts before this step, without their gradients, and the buffers of now. To lose none, save "
     "after the engine.step() that ends the step."
 )
-
-Tensors = dict[str, torch.Tensor | TensorParts]
 
 _LAST_SAVERS: WeakValueDictionary[Path, Saver] = WeakValueDictionary()
 """Folder -> what saved into it last: engines of one program may share a folder."""
@@ -91,39 +97,20 @@ def save(engine: EngineState, saver: Saver, save_dir: str | os.PathLike[str], ta
     engine.weights.settle()
     number, replaced = ranks.lead(lambda: place_for(folder, tag, engine.global_steps))
     held = _named_on_all_stages(ranks, engine, partial(_named, engine, with_extra=True))
-    tensors, client = _tensors(engine, with_moments=True), dict[str, torch.Tensor]()
+    tensors, client = tensors_of(engine, with_moments=True), dict[str, torch.Tensor]()
     meta = ranks.lead(lambda: _state_of(engine, tag, held, kept.client, client).to_meta())
     if engine.topology.position(DATA) == 0:
-        tensors |= _buffers(engine)
+        tensors |= buffers_of(engine)
     if not kept.frozen:
-        tensors = {name: one for name, one in tensors.items() if not _is_frozen(engine, name)}
+        tensors = {name: one for name, one in tensors.items() if not is_frozen(engine, name)}
     tensors |= client
     parts = {name: as_parts(tensor) for name, tensor in tensors.items()}
-    in_reach = {id(part) for name, one in parts.items() if _is_in_reach(engine, name) for _, part in one.parts}
+    in_reach = {id(part) for name, one in parts.items() if is_in_reach(engine, name) for _, part in one.parts}
     write = partial(_write, folder, number, meta=meta, replaces=replaced, tag=tag, latest=kept.latest)
     saver.begin(
         Save(folder, number, parts, write, unguarded=lambda part: id(part) in in_reach), behind=behind, required=True
     )
     return str(checkpoint_path(folder, number))
-
-
-def _is_in_reach(engine: EngineState, name: str) -> bool:
-    """Whether the user's code may overwrite a tensor of a checkpoint at any time, and nobody would ask the save.
-
-    These are buffers, frozen parameters that do not come and go, and parameters that are the master weights themselves.
-    Of all others the engine notices changes, and takes them over by itself.
-    """
-    kind, _, parameter = name.partition("/")
-    if kind == "weights":
-        trained = parameter in engine.engine.table.params
-        return engine.engine.masters_are_parameters if trained else not engine.engine.parameters.transient
-    return kind in ("buffers", "client")
-
-
-def _is_frozen(engine: EngineState, name: str) -> bool:
-    """Whether a tensor of a checkpoint is a frozen parameter."""
-    kind, _, parameter = name.partition("/")
-    return kind == "weights" and parameter in engine.weights.frozen
 
 
 def _write(
@@ -183,7 +170,8 @@ def load(
             damaged.append(str(error))
             ranks.lead(partial(print_report, f"skipped a damaged checkpoint: {error}"))
         else:
-            _take_over(engine, state, chosen)
+            fresh = set().union(*ranks.each(partial(without_moments, engine, manifest))) if chosen.moments else set()
+            _take_over(engine, state, chosen, fresh)
             return str(path), from_json(state.client, client)
     raise CheckpointError(f"nothing was loaded: no whole checkpoint in {folder}:\n" + "\n".join(damaged))
 
@@ -221,10 +209,10 @@ def _named(engine: EngineState, *, with_extra: bool = False) -> _Named:
         path: to_json(module.get_extra_state(), f"the extra state of {path or 'the model'}", problems)
         if with_extra
         else None
-        for path, module in _with_extra_state(engine)
+        for path, module in with_extra_state(engine)
     }
     members = [[weights.names[parameter] for parameter in group["params"]] for group in engine.optimizer.param_groups]
-    pairs = [name for buffer, name in _kept_buffers(engine).items() if buffer.is_complex()]
+    pairs = [name for buffer, name in kept_buffers(engine).items() if buffer.is_complex()]
     return _Named(members, weights.aliases, extra, problems, sorted(weights.frozen), engine._frozen.missed, pairs)
 
 
@@ -274,39 +262,6 @@ def _state_of(
     return state
 
 
-def _with_extra_state(engine: EngineState) -> Iterator[tuple[str, nn.Module]]:
-    return (
-        (path, one)
-        for prefix, root in engine.weights.roots.items()
-        for path, one in root.named_modules(prefix=prefix)
-        if type(one).get_extra_state is not nn.Module.get_extra_state
-    )
-
-
-def _tensors(engine: EngineState, *, with_moments: bool) -> Tensors:
-    """This process's boxes of all parameters and moments: ``weights/NAME``, ``STATE/NAME``; views, not copies."""
-    optimizer = engine.engine.optimizer
-    moments = optimizer.state_tensors(kinds=optimizer.states) if with_moments else {}
-    return {**named({"weights": engine.weights.parts(), **moments})}
-
-
-def _buffers(engine: EngineState) -> Tensors:
-    """Persistent buffers, each under its first name; views, not copies; complex ones as pairs of numbers."""
-    return {
-        f"buffers/{name}": torch.view_as_real(buffer.data) if buffer.is_complex() else buffer.data
-        for buffer, name in _kept_buffers(engine).items()
-    }
-
-
-def _kept_buffers(engine: EngineState) -> dict[torch.Tensor, str]:
-    found: dict[torch.Tensor, str] = {}
-    for path, one, _ in chain.from_iterable(walk(root, prefix) for prefix, root in engine.weights.roots.items()):
-        kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}
-        for name, buffer in own(path, kept):
-            found.setdefault(buffer, name)
-    return found
-
-
 # Loading one.
 
 
@@ -349,10 +304,10 @@ def _fill(
     names = stored_names(manifest.tensors, layers_in_order(engine.module))
     targets = {
         names.get(name, name): target
-        for name, target in (_tensors(engine, with_moments=chosen.moments) | _buffers(engine) | client).items()
+        for name, target in (tensors_of(engine, with_moments=chosen.moments) | buffers_of(engine) | client).items()
     }
     rounded = {
-        name: _like(target, entry.dtype)
+        name: like(target, entry.dtype)
         for name, target in targets.items()
         if name.startswith("weights/") and (entry := manifest.tensors.get(name)) and entry.dtype != target.dtype
     }
@@ -372,23 +327,22 @@ def _fill(
             target.copy_(value)
 
 
-def _like(target: torch.Tensor | TensorParts, dtype: torch.dtype) -> TensorParts:
-    """New memory for the same boxes in another number format, for instance of a parameter frozen on one side only."""
-    parts = as_parts(target)
-    boxes = tuple((offsets, torch.empty(part.shape, dtype=dtype)) for offsets, part in parts.parts)
-    return TensorParts(parts.shape, boxes, dtype)
+def _take_over(engine: EngineState, state: StoredState, chosen: Chosen, fresh: Collection[str]) -> None:
+    """Load everything but the tensors, which are loaded already.
 
-
-def _take_over(engine: EngineState, state: StoredState, chosen: Chosen) -> None:
-    """Load everything but the tensors, which are loaded already."""
+    Args:
+        fresh: parameters that keep their own moments, and with these their own number of steps.
+    """
     engine.engine.publish()
-    for path, module in _with_extra_state(engine):
+    for path, module in with_extra_state(engine):
         if path in state.extra:
             module.set_extra_state(from_json(state.extra[path]))
     if chosen.moments:
-        engine.engine.optimizer.steps_taken = state.counts["optimizer_steps"]
+        before, missed = engine.engine.optimizer.steps_taken, engine._frozen.missed
+        taken = state.counts["optimizer_steps"]
+        engine.engine.optimizer.steps_taken = taken
         load_groups(state.groups, engine.optimizer.param_groups)
-        engine._frozen.load(state.missed)
+        engine._frozen.load({**state.missed, **{name: taken - before + missed.get(name, 0) for name in fresh}})
     if chosen.schedule and engine.lr_scheduler is not None and state.scheduler is not None:
         engine.lr_scheduler.load_state_dict(from_json(state.scheduler["state"]))
     if not chosen.module_only:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gptpar.adapter.torch_optimizers import changed_beyond
 from gptpar.errors import GptparError, wrong_type
 from gptpar.optim.loss_scale import LossScale
 from gptpar.optim.update import Hyperparameters, Update
@@ -162,8 +163,15 @@ class EngineOptimizer(torch.optim.Optimizer):
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat
 
     def hyperparameters(self) -> tuple[Hyperparameters, ...]:
-        """The present hyperparameters of each group."""
-        groups = zip(self.updates, self.param_groups, strict=True)
+        """The present hyperparameters of each group.
+
+        Raises:
+            GptparError: a group was changed to what its update cannot do.
+        """
+        groups = list(zip(self.updates, self.param_groups, strict=True))
+        for place, (update, group) in enumerate(groups):
+            if problem := changed_beyond(update, group):
+                raise GptparError(f"parameter group {place} has {problem}: make the engine with such a value.")
         return tuple(update.of_group(group) for update, group in groups)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]

@@ -175,3 +175,84 @@ def test_a_step_goes_on_from_what_was_set(ratio: float, kind: str, local: bool) 
         plain.zero_grad()
     engine.close()
     assert_close(engine.module.parameters(), other.parameters(), atol=1e-13)
+
+
+@pytest.mark.parametrize(("stage", "ratio"), [(1, 1.0), (2, 0.6), (0, None)])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_change_in_place_outlasts_a_setter_of_another_parameter(stage: int, ratio: float | None, bf16: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    offload = {} if ratio is None else {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.0}},
+        "zero_optimization": {"stage": stage, **offload},
+    }
+    engine: Any = gptpar.initialize(model=model, config=config)[0]
+    with torch.no_grad():
+        model[0].weight.fill_(7)
+    engine.weights.set("1.weight", "weights", torch.ones(4, 4))
+    engine.backward(engine(torch.ones(4, 4, dtype=model[0].weight.dtype)).square().mean())
+    engine.step()
+    with engine.gathered():
+        assert (model[0].weight == 7).all() and (model[1].weight == 1).all()
+    engine.close()
+
+
+def test_a_pass_that_failed_leaves_no_sum_behind() -> None:
+    """It was one of a single micro-batch, whose sum is in 16 bits, and was not the last of its layers."""
+
+    class Fails(torch.autograd.Function):
+        fails = False
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            if Fails.fails:
+                raise ValueError("failed")
+            return grad
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(4)
+            )
+
+        def forward(self, x: torch.Tensor, left_out: int | None = None) -> torch.Tensor:
+            for number, layer in enumerate(self.layers):
+                if number != left_out:
+                    x = x + layer(x)
+                if number == 1:
+                    x = Fails.apply(x)
+            return x
+
+    norms = []
+    for fails in (False, True):
+        model, accumulates = Layers(), 8
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": accumulates,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 1.0}},
+        }
+        engine: Any = gptpar.initialize(model=model, config=config)[0]
+        inputs = torch.randn(accumulates, 4, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
+        if fails:
+            engine.set_gradient_accumulation_steps(1)
+            Fails.fails = True
+            with pytest.raises(ValueError, match="failed"):
+                engine.backward(engine(inputs[0], 3).float().square().mean())
+            Fails.fails = False
+            engine.set_gradient_accumulation_steps(accumulates)
+        for x in inputs:
+            engine.backward(engine(x).float().square().mean())
+            engine.step()
+        norms.append(engine.get_global_grad_norm())
+        engine.close()
+    assert norms[0] == norms[1]

@@ -180,3 +180,20 @@ def test_an_optimizer_that_is_dropped_amid_a_step_leaves_the_old_parameters() ->
     assert threading.active_count() == before
     equal(model, untouched, rtol=0, atol=0)
     model(inputs(2)).backward()
+
+
+@pytest.mark.parametrize("speculation", ["on", "off"])
+def test_a_change_between_the_last_backward_and_the_step_is_refused(speculation: str, closing: Any) -> None:
+    """The CPU may have updated the parameters already."""
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = closing(TwinFlowAdamW(model.parameters(), speculation=speculation))
+    optimizer.attach(model)
+    with optimizer.last_backward():
+        model(torch.ones(2, WIDTH)).sum().backward()
+    with torch.no_grad():
+        model.weight.add_(0.5)
+    with pytest.raises(RuntimeError, match=r"were changed between last_backward\(\) and step\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()

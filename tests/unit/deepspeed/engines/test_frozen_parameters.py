@@ -1,6 +1,7 @@
 """Parameters that are frozen and trained again while an engine has them, beside torch's own optimizers."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,40 @@ def test_unused_parameters_are_told_if_they_may_not_be(stage: int) -> None:
         engine.step()
     assert engine.global_steps == 2
     engine.close()
+
+
+@pytest.mark.parametrize(("stage", "ratio"), [(0, None), (2, 0.6)])
+def test_a_parameter_without_moments_in_a_checkpoint_begins_its_corrections_anew(
+    stage: int, ratio: float | None, tmp_path: Path
+) -> None:
+    """A new head's first change is the whole rate, as in torch."""
+
+    def made(has_head: bool) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(OrderedDict(body=nn.Linear(6, 6), head=nn.Linear(6, 3) if has_head else nn.Tanh()))
+        offload = {} if ratio is None else {"offload_optimizer": {"device": "cpu", "ratio": ratio}}
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_clipping": 0.0,
+            "zero_optimization": {"stage": stage, **offload},
+        }
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, eps=1e-12)
+        return gptpar.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def train(engine: Any, steps: int) -> None:
+        for step in range(steps):
+            engine.backward(engine(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean())
+            engine.step()
+
+    before, after = made(False), made(True)
+    train(before, 10)
+    before.save_checkpoint(tmp_path)
+    before.close()
+    after.load_checkpoint(tmp_path, load_module_strict=False)
+    with after.gathered():
+        old = after.module.head.weight.detach().clone()
+    train(after, 1)
+    with after.gathered():
+        change = (after.module.head.weight.detach() - old).abs()
+    assert torch.allclose(change, torch.full((3, 6), 1e-2), rtol=1e-4, atol=0)
+    after.close()

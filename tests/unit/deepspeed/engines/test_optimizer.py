@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import gptpar
 from gptpar.adapter.options import EngineOptions, read_options
 from gptpar.deepspeed.engines.client_optimizer import groups_of
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
@@ -213,3 +214,25 @@ def test_what_the_returned_optimizer_cannot_do() -> None:
         optimizer.load_state_dict(state)
     with pytest.raises(GptparError, match=r"groups of \[1, 1\] parameters, and the optimizer has groups of \[1\]"):
         optimizer.load_state_dict(returned(0.1, 0.2).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        (torch.optim.SGD, "momentum", 0.9),
+        (torch.optim.RMSprop, "momentum", 0.5),
+        (torch.optim.Adam, "weight_decay", 0.1),
+        (torch.optim.AdamW, "maximize", True),
+    ],
+)
+def test_what_an_update_cannot_become_is_told(kind: Any, name: str, value: Any) -> None:
+    """It follows from the groups' first values; torch would take the new ones."""
+    module = model()
+    config = {"train_batch_size": 2, "gradient_clipping": 0.0}
+    optimizer = kind(module.parameters(), lr=0.1)
+    engine: Any = gptpar.initialize(model=module, optimizer=optimizer, config=config)[0]
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.optimizer.param_groups[0][name] = value
+    with pytest.raises(GptparError, match=f"parameter group 0 has .*{name}"):
+        engine.step()
+    engine.close()

@@ -11,6 +11,7 @@ import torch
 
 from gptpar.offload.events import EventLog
 from gptpar.offload.host_optimizer import HostOptimizer
+from gptpar.offload.next_action import speculable
 from gptpar.offload.transfers import D2HCopy, DeviceEvent, PendingScalar, SameMemory, StagingBuffer, Transfers
 from gptpar.optim.adam_update import AdamHyperparameters
 from gptpar.optim.elementwise import HostKernel
@@ -65,6 +66,18 @@ def wait_until(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.01)
     raise AssertionError("what is waited for has not happened within a minute")
+
+
+def wait_for_speculation(host: HostOptimizer) -> None:
+    """Return when the thread has speculated with all gradients that it may speculate with."""
+    shared = host.shared
+
+    def has() -> bool:
+        if shared.expected is None or shared.forbids_speculation:
+            return True
+        return not any(bucket.grad is not None and bucket.grad.arrived() for bucket in speculable(shared.buckets))
+
+    wait_until(has)
 
 
 class Point(threading.Event):

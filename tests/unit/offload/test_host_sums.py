@@ -12,7 +12,16 @@ from gptpar.offload.transfers import D2HCopy, DeviceEvent, SameMemory, StagingBu
 from gptpar.optim.cpu_adam import CpuAdam, order_sum
 from gptpar.optim.group_ranges import GroupRange, OffloadedPartition
 from tests.pairs import every_pair
-from tests.unit.offload.host_optimizers import RATES, FarBehind, Made, Point, make_host, step, wait_until
+from tests.unit.offload.host_optimizers import (
+    RATES,
+    FarBehind,
+    Made,
+    Point,
+    make_host,
+    step,
+    wait_for_speculation,
+    wait_until,
+)
 from tests.unit.offload.tiny_runs import ALL, run_of
 
 UNITS = tuple(OffloadedPartition(name, 128, (GroupRange(0, 128, 0),), ((0, 100),)) for name in ("first", "second"))
@@ -73,6 +82,7 @@ def test_a_step_begins_anew_and_another_may_have_one_addend(speculated: int) -> 
         total = torch.tensor(values).sum()
         assert all(torch.equal(grad, total.expand(128)) for _, _, grad in host.parts("grad"))
         assert sums_of(host).squares() == pytest.approx({piece.unit: 100 * float(total) ** 2 for piece in UNITS})
+        wait_for_speculation(host)
         step(host)
     assert host.steps_taken == 3 and (host.num_ahead > 0) == (speculated > 0)
     assert all(torch.equal(part, parameters[unit][:128]) for unit, _, part in host.parts("weights"))

@@ -1,17 +1,15 @@
 """Steps of the tiny model, and all that they leave."""
 
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from gptpar.data.loader import MicroBatch
-from gptpar.offload.next_action import speculable
-from gptpar.offload.shared_state import SharedState
 from gptpar.run.trainer import Trainer
 from tests.helpers import make_trainer, random_tokens, tiny_config
+from tests.unit.offload.host_optimizers import wait_for_speculation
 
 OFFLOAD = "--cpu-optimizer --cpu-optimizer-ratio"
 ALL = f"{OFFLOAD} 1"
@@ -40,22 +38,12 @@ def train(
         trainer.expect_step(4.0 * step)
         loss = trainer.forward_backward(batches(step, count, tokens), step)
         if trainer.host is not None and step % 2 == 0:
-            wait_for_speculation(trainer.host.shared)
+            wait_for_speculation(trainer.host)
         launched = trainer.update(loss, iteration=step + 1, samples=4, progress=4.0 * step, stop=False)
         numbers = launched.readings.read()
         trainer.loss_scale.update(bool(numbers[2]))
         seen.append(numbers[:3])
     return seen
-
-
-def wait_for_speculation(shared: SharedState) -> None:
-    """Return when the thread has speculated with all gradients that it may speculate with."""
-    deadline = time.monotonic() + 60
-    while shared.expected is not None and not shared.forbids_speculation:
-        if not any(bucket.grad is not None and bucket.grad.arrived() for bucket in speculable(shared.buckets)):
-            return
-        assert time.monotonic() < deadline
-        time.sleep(1e-3)
 
 
 def state_of(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -112,7 +112,7 @@ def problems(optimizer: torch.optim.Optimizer) -> Iterator[str]:
 
 
 def changed_beyond(update: Update, group: Mapping[str, Any]) -> str | None:
-    """What a group was changed to, if its update does not do it, which follows from the groups' first values."""
+    """What a group was changed to that its update lacks; the groups' first values have chosen the update."""
     if update.name in ("sgd", "rmsprop") and group["momentum"] and "momentum_buffer" not in update.states:
         return f"momentum {group['momentum']}, and no group had one when the engine was made"
     if update in (ADAMW, AMSGRADW) and group.get("decoupled_weight_decay") is False and group["weight_decay"]:

@@ -61,7 +61,7 @@ class Copies:
         self._machine = ring.machine_of(self.ranks.rank)
 
     def agree(self) -> Path | None:
-        """Find the newest copy of which each file is on some machine in full length; bytes are not checked yet.
+        """Find the newest copy of which no file is lost: some machine has each in full length. Bytes are checked later.
 
         Afterwards every machine has the manifest of that copy, and no newer copy.
 

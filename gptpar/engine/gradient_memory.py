@@ -108,8 +108,8 @@ class GradientMemory:
     def sum_of(self, unit: Unit) -> torch.Tensor:
         """[unit.length] the sum of this process's gradients; its padding is zero."""
         if unit.name not in self._sums:
-            # In a sum for one micro-batch only the padding is zeroed: the collector writes or zeroes the rest. So it is
-            # with memory taken ahead, in which the subscriber may still read the last step's gradient.
+            # In a sum for one micro-batch only the padding is zeroed: the collector writes or zeroes the rest. Memory
+            # taken ahead is not zeroed either: the subscriber may still read the last step's gradient there.
             is_kept = not self.ahead and not self.single and unit.name in self.kept_whole
             new = torch.zeros if is_kept else torch.empty
             total = new(unit.length, dtype=self.dtype_of(unit), device=self.shard.device)

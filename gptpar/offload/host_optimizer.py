@@ -209,7 +209,7 @@ class HostOptimizer:
                     raise ForbiddenEvent(What.STEP_REQUESTED, bucket.unit, bucket.start, bucket.stop, bucket.state)
             self.shared.keeps = self._has_gradients = False
             for bucket in self._buckets:
-                bucket.due, bucket.momenta = True, None  # memory that was given when a step was skipped already
+                bucket.due, bucket.momenta = True, None  # which may have come too late for a step that was skipped
             self.shared.record(What.STEP_REQUESTED)
             self.shared.request, self.shared.expected = request, None
             self.shared.changed.notify_all()

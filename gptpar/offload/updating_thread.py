@@ -256,7 +256,7 @@ def close_once_garbage(
 ) -> weakref.finalize[[], Any]:
     """Arrange that the threads are closed if ``owner`` is garbage before the result's ``detach`` is called.
 
-    A new thread closes them: the thread in which Python finds garbage may hold a lock that they wait for.
+    They are closed in a new thread, because the thread that collects garbage may hold a lock that they wait for.
     """
     process = os.getpid()  # a forked child has none of the threads
 

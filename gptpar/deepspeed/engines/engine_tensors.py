@@ -18,6 +18,7 @@ Tensors = dict[str, torch.Tensor | TensorParts]
 
 
 def with_extra_state(engine: EngineState) -> Iterator[tuple[str, nn.Module]]:
+    """(path, module) of each module whose class defines ``get_extra_state``."""
     return (
         (path, one)
         for prefix, root in engine.weights.roots.items()
@@ -42,6 +43,7 @@ def buffers_of(engine: EngineState) -> Tensors:
 
 
 def kept_buffers(engine: EngineState) -> dict[torch.Tensor, str]:
+    """Persistent buffer -> its first name."""
     found: dict[torch.Tensor, str] = {}
     for path, one, _ in chain.from_iterable(walk(root, prefix) for prefix, root in engine.weights.roots.items()):
         kept = {name: value for name, value in one._buffers.items() if name not in one._non_persistent_buffers_set}

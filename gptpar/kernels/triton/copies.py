@@ -44,7 +44,7 @@ def scattered_copies(
         num_rows: M.
     """
     x_ND, rows_NK = x_ND.contiguous(), rows_NK.contiguous()
-    taken = rows_NK if taken_NK is None else taken_NK.contiguous()  # rows_NK is never read as such
+    taken = rows_NK if taken_NK is None else taken_NK.contiguous()  # HAS_NONE says whether it is read
     scattered_MD = x_ND.new_empty(num_rows, x_ND.shape[1])
     wrap_triton(_scatter)[(rows_NK.numel(),)](
         x_ND, rows_NK, taken, scattered_MD, rows_NK.shape[1], x_ND.shape[1],

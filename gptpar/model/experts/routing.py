@@ -203,8 +203,9 @@ def losses_of(config: ModelConfig) -> tuple[str, ...]:
 class _Logits(torch.autograd.Function):
     """``x W^T`` in fp32 or wider. The operands are kept for the backward pass as they are, in a narrower format.
 
-    In bf16 on a GPU, tensor cores multiply: their products are exact in fp32, in which they add them up, cutting sums
-    off. A gradient in fp32 enters as the sum of three numbers in bf16, which has its 24 bits (but below 2^-109).
+    In bf16 on a GPU, tensor cores multiply. Each product of two numbers is exact in fp32; the sums are in fp32, and are
+    truncated instead of rounded. A gradient in fp32 is split into three numbers in bf16, which together have its 24
+    bits (but for numbers below 2^-109).
     """
 
     @staticmethod

@@ -163,7 +163,8 @@ class HostOptimizer:
                 elif open_ranges is not None and self._takes_partial(bucket, formed):
                     bucket.take_partial(self._transfers.fetch(part, made), open_ranges)
                     self.shared.advance(bucket, What.SUBMITTED_PARTIAL)
-            self.shared.changed.notify_all()
+            if not self.shared.forbids_speculation:  # else the thread has nothing to do before the request
+                self.shared.changed.notify_all()
         self._transfers.hold_back()  # without the lock, which the thread needs while this waits
 
     def _takes_partial(self, bucket: Bucket, formed: int) -> bool:

@@ -13,15 +13,17 @@ _CUT = {torch.bfloat16: 16, torch.float16: 13}
 def in_parts(x: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
     """``count`` tensors of a number format, the largest first, whose sum is x, as far as they have bits for it.
 
-    In 16 bits, the bits of x in fp32 are rounded. A compiler would drop the rounding of a number that is rounded to 16
-    bits and then subtracted in fp32, and with it all parts but the first.
+    The gradient of x is that of the first part. In 16 bits, the bits of x in fp32 are rounded. A compiler would drop the
+    rounding of a number that is rounded to 16 bits and then subtracted in fp32, and with it all parts but the first.
     """
     if dtype not in _CUT:
         first = x.to(dtype)
         return first, *[torch.zeros_like(first)] * (count - 1)
-    bits, x, parts = _CUT[dtype], x.to(torch.float32), []
+    bits, rest, parts = _CUT[dtype], x.detach().to(torch.float32), []
     for _ in range(count):
-        nearest = ((x.view(torch.int32) + (1 << bits - 1)) & -(1 << bits)).view(torch.float32)
+        nearest = ((rest.view(torch.int32) + (1 << bits - 1)) & -(1 << bits)).view(torch.float32)
         parts.append(nearest.to(dtype))
-        x = x - nearest
+        rest = rest - nearest
+    if x.requires_grad:  # the bits have no gradient
+        parts[0] = parts[0] + (x - x.detach()).to(dtype)
     return tuple(parts)

@@ -75,14 +75,17 @@ def test_a_gpus_kernel_drops_with_the_seeds_of_groups(
     assert calls[0][1] != calls[1][1]
 
 
-def test_a_sink_keeps_its_bits_in_bf16() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sink_keeps_its_bits_and_its_gradient(dtype: torch.dtype) -> None:
     """A head whose keys are zero: each of n tokens has the probability 1 / (n + exp(sink)). Rounded once, 5.3 / 0.3
     would be wrong by 1.2 %."""
-    sinks_H = torch.tensor([1.7, 5.3], dtype=torch.bfloat16)
-    q, k, v = torch.randn(1, 2, 8, 8).bfloat16(), torch.zeros(1, 2, 8, 8).bfloat16(), torch.ones(1, 2, 8, 8).bfloat16()
+    sinks_H = torch.tensor([1.7, 5.3], dtype=dtype, requires_grad=True)
+    q, k, v = torch.randn(1, 2, 8, 8).to(dtype), torch.zeros(1, 2, 8, 8).to(dtype), torch.ones(1, 2, 8, 8).to(dtype)
     y = core_attention(q, k, v, AttentionRule(scale=0.3, sinks_H=sinks_H))[0, :, :, 0].double()
-    n = torch.arange(1, 9, dtype=torch.float64)
-    torch.testing.assert_close(y, n / (n + sinks_H.double().exp()[:, None]), rtol=2**-7, atol=0)
+    n, size = torch.arange(1, 9, dtype=torch.float64), sinks_H.double().exp().detach()[:, None]
+    torch.testing.assert_close(y, n / (n + size), rtol=2**-7, atol=0)
+    (grad,) = torch.autograd.grad(y.sum(), sinks_H)
+    torch.testing.assert_close(grad.double(), -(n * size / (n + size) ** 2).sum(1), rtol=2**-6, atol=0)
 
 
 def test_sinks_are_not_dropped_beside_dropout() -> None:

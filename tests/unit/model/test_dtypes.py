@@ -30,3 +30,18 @@ def test_wide_numbers_are_their_own_first_part() -> None:
     for dtype in (torch.float64, torch.float32):
         first, second = in_parts(numbers, dtype, 2)
         assert torch.equal(first, numbers.to(dtype)) and not second.any()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_first_part_has_the_gradient(dtype: torch.dtype, compiled: bool) -> None:
+    def weighted(x: torch.Tensor) -> torch.Tensor:
+        first, second = in_parts(x, dtype, 2)
+        return (first * torch.tensor([2.0, 3.0], dtype=dtype)).sum() + 5 * second.sum()
+
+    numbers = torch.tensor([1 / 3, -7.1], requires_grad=True)
+    loss = (torch.compile(weighted) if compiled else weighted)(numbers)
+    (grad,) = torch.autograd.grad(loss, numbers)
+    assert grad.tolist() == [2.0, 3.0]
+    first, second = in_parts(numbers.detach(), dtype, 2)
+    assert all(torch.equal(got, one) for got, one in zip(in_parts(numbers, dtype, 2), (first, second), strict=True))

@@ -44,6 +44,24 @@ def test_the_parameters_before_the_step_until_it_is_requested(kind: str) -> None
     host.close()
 
 
+def test_a_gradient_in_place_of_one_that_followed_an_unused_partial_one() -> None:
+    """Only the last one counts, and nothing is speculated with it, because another may follow."""
+    log, live = EventLog(), {"first": torch.zeros(128), "second": torch.zeros(128)}
+    host = make_host(CpuAdam(1), speculated=256, pieces=TWO_PIECES, log=log, parameters=live, partial_unit="first")
+    host.expect_step(RATES, 1.0)
+    host.expect_open_ranges("first", np.array([[0, 8]]))
+    with host.shared.changed:  # the thread sees nothing before all is there
+        host.submit_gradient("first", torch.full((128,), 3.0), formed=128)
+        host.submit_gradient("first", torch.full((128,), 2.0))
+        host.submit_gradient("first", -torch.ones(128))
+        submit_ones(host, "second")
+    wait_until(lambda: bool(starts_of(log, What.SPECULATION_BEGUN)))  # in forward order
+    step(host)
+    torch.testing.assert_close(live["first"], torch.full((128,), 0.1), rtol=1e-5, atol=0)
+    assert {event.unit for event in log.of(What.SPECULATION_BEGUN)} == {"second"} and host.num_redone == 0
+    host.close()
+
+
 def test_a_step_after_a_clipped_one_does_not_speculate() -> None:
     """Neither do others, until one is not clipped, whether or not it has speculated; a skipped step changes nothing."""
     log = EventLog()

@@ -52,8 +52,8 @@ class ProblemsError(GptparError):
         return type(self), (self.problems,)
 
 
-class ConfigError(ProblemsError):
-    """A list of all problems of a configuration."""
+class ConfigError(ProblemsError, ValueError, AssertionError):
+    """A list of all problems of a configuration; DeepSpeed raises a ValueError or asserts, as the problem may be."""
 
     given = "the configuration"
 
@@ -66,6 +66,10 @@ class ModelError(ProblemsError):
 
 class ArgumentError(GptparError, ValueError):
     """An argument of a call that cannot be; torch and DeepSpeed raise a ValueError, too."""
+
+
+class UsageError(GptparError, AssertionError):
+    """A verb that was called where it cannot be; DeepSpeed asserts that, too."""
 
 
 class DataError(GptparError):

@@ -97,8 +97,7 @@ class EngineOptions:
         reduce_in_bf16: whether gradients are reduced in bf16; else in the format of the master weights.
         optimizer: default hyperparameters of a group; ``None``: the configuration names no optimizer.
         update: how elements are updated; of groups with ``use_muon``, ``by_matrix`` says it.
-        torch_optimizer: makes the optimizer of torch that the configuration names, of parameters; ``None``: it names
-            none, and ``optimizer`` counts.
+        torch_optimizer: makes torch's optimizer that the configuration names; ``None``: ``optimizer`` counts.
         buffer_dtype: of floating-point buffers; ``None``: they keep their own.
         has_optimizer: whether there is one, the user's or the configuration's; without it, nothing is trained.
         scheduler: ``None``: the configuration names none.
@@ -115,6 +114,8 @@ class EngineOptions:
         monitor: where DeepSpeed's curves are written.
         ignore_unused: whether a step may leave parameters without a gradient.
         drop_last: whether the loader of ``training_data`` leaves out samples that fill no micro-batch on every process.
+        managed: whether micro-batches are counted until a step ends; else each ``step()`` ends one.
+        sums_gradients: whether the step's gradient is the sum over processes, and not the mean.
         skip_step: sigma (``None``: no step is judged) and window of :mod:`~gptpar.optim.skip_step`.
         config: the configuration as it was given, without ``"auto"`` values.
     """
@@ -148,6 +149,8 @@ class EngineOptions:
     torch_optimizer: Callable[..., torch.optim.Optimizer] | None = None
     buffer_dtype: torch.dtype | None = None
     has_optimizer: bool = True
+    sums_gradients: bool = False
+    managed: bool = True
     monitor: LoggingFlags = LoggingConfig()
 
     def facts(self) -> dict[str, str]:
@@ -387,6 +390,8 @@ def _assembled(values: _Values, batch: StepBatch, plain: Mapping[str, Any], with
         pipeline=PipelineOptions(**values.section("pipeline")),
         ignore_unused=values.get("module.ignore_unused_parameters", True),
         drop_last=values.get("module.drop_last", True),
+        managed=values.get("module.managed", True),
+        sums_gradients=values.get("module.sums_gradients", False),
         async_save=values.get("checkpoint.async_save", False),
         tag_validation=values.get("module.tag_validation", "warn"),
         skip_step=(flags.health.skip_step_sigma, flags.health.skip_step_window),

@@ -16,6 +16,7 @@ _VALUES: dict[str, Any] = {
     **{f"__version_{part}__": int(number) for part, number in zip(_PARTS, VERSION.split("."), strict=True)},
     **{name.upper(): name for formula in FORMULAS.values() for name in inspect.signature(formula).parameters},
     **FACTS["constants"],
+    "LOG_LEVEL_DEFAULT": None,  # the logger keeps its level
     "TORCH_DISTRIBUTED_DEFAULT_PORT": PORT,
     "default_pg_timeout": dist.default_pg_timeout,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from contextlib import suppress
 from pathlib import Path
 
@@ -95,6 +96,18 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         places = {key: name for name, keys in shards.items() for key in keys}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(places.items()))}
         write_synced(folder / f"{stem}.{ending}.index.json", json.dumps(index, indent=2) + "\n")
+
+
+def get_optim_files(checkpoint_dir: Folder) -> list[str]:
+    """DeepSpeed's files of the optimizer's state in a folder of a checkpoint, in the order of their numbers.
+
+    Raises:
+        FileNotFoundError: there is none, as in a checkpoint of gptpar's.
+    """
+    found = [str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    if not found:
+        raise FileNotFoundError(f"there is no file *_optim_states.pt in {checkpoint_dir}.")
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
 
 
 def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:

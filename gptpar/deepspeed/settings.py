@@ -29,6 +29,7 @@ class DeepSpeedConfig:
 
     Attributes:
         raw: the configuration as a dictionary.
+        gradient_allreduce_op: ``mean`` or ``sum``.
 
     Raises:
         ConfigError: something is wrong; it names all problems.
@@ -36,6 +37,9 @@ class DeepSpeedConfig:
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None):
         self.raw = _raw(config)
+        self.gradient_allreduce_op = str(value_in(self.raw, "gradient_allreduce_op", "mean")).lower()
+        if self.gradient_allreduce_op not in ("mean", "sum"):
+            raise ConfigError([f"Invalid gradient_allreduce_op {self.gradient_allreduce_op!r}: it is mean or sum."])
         world = mpu.get_data_parallel_world_size() if mpu is not None else None
         self._world = world or (dist.get_world_size() if dist.is_initialized() else 1)
 
@@ -94,6 +98,11 @@ def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_defau
 
 
 get_list_param = get_dict_param = get_scalar_param
+
+
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """The level of DeepSpeed's logger, such as ``WARNING``; ``None``: it stays."""
+    return get_scalar_param(param_dict, "log_level", None)
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:

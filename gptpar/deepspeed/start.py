@@ -18,7 +18,9 @@ from gptpar.deepspeed.engines.initialize import initialize as initialize_engine
 from gptpar.deepspeed.engines.schedulers import SCHEDULERS
 from gptpar.deepspeed.leaf_modules import mark_configured
 from gptpar.deepspeed.processes import PORT, init_distributed
+from gptpar.deepspeed.settings import get_log_level
 from gptpar.deepspeed.zero_parameters import end_init, mark_trained, owner_of, take_recording
+from gptpar.errors import ArgumentError, UsageError
 from gptpar.system.host import peak_process_memory
 
 Called = TypeVar("Called", bound=Callable[..., Any])
@@ -68,7 +70,12 @@ def initialize(
     over to the new one: once the configuration is checked, the former engine is closed, with a warning.
 
     A ``zero.Init`` around it ends here, so that what is built after it in the same block has memory.
+
+    Raises:
+        UsageError: there is no model.
     """
+    if model is None:
+        raise UsageError("deepspeed.initialize needs a model: a torch.nn.Module, or a list of layers.")
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     end_init()
     former = _former_engine(model) if isinstance(model, nn.Module) else None
@@ -89,6 +96,8 @@ def initialize(
         former=former,
     )
     engine = found[0]
+    if level := get_log_level(engine.config):
+        set_log_level_from_string(level)
     mark_trained(engine)
     if engine.zero_optimization_stage() == 3:
         mark_configured(engine.module, engine.config["zero_optimization"].get("leaf_module", {}))
@@ -108,6 +117,23 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank in (ranks or [0]) or -1 in (ranks or ()):
         logger.log(level, f"[Rank {rank}] {message}")
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Set the level of a logger, by default DeepSpeed's, and of its handlers.
+
+    Args:
+        log_level_str: ``debug``, ``info``, ``warning``, ``error`` or ``critical``, in any case.
+
+    Raises:
+        ArgumentError: there is no such level.
+    """
+    level, chosen = logging.getLevelNamesMapping().get(log_level_str.upper()), custom_logger or logger
+    if level is None:
+        raise ArgumentError(f"log_level {log_level_str!r} is none of debug, info, warning, error and critical.")
+    chosen.setLevel(level)
+    for handler in chosen.handlers:
+        handler.setLevel(level)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from gptpar.deepspeed.names import FACTS
-from gptpar.errors import ConfigError
+from gptpar.errors import ArgumentError, ConfigError
 
 DEFAULT_LEAF_MODULE_CLASSES = [
     f"transformers.models.{model}.modeling_{model}.{name}SparseMoeBlock"
@@ -76,6 +77,17 @@ class _Section:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{key}={value!r}' for key, value in self)})"
+
+
+def _invalid(section: str, key: str, value: object, problem: str) -> ValueError:
+    """What DeepSpeed's sections raise: pydantic's error, which only a program with that package can know."""
+    sentence = f"{section}.{key} {problem}"
+    try:
+        from pydantic_core import PydanticCustomError, ValidationError
+    except ImportError:
+        return ArgumentError(f"{sentence}, and is {value!r}.")
+    problems: list[Any] = [{"type": PydanticCustomError("value_error", sentence), "loc": (key,), "input": value}]
+    return ValidationError.from_exception_data(section, problems)
 
 
 class DeepSpeedZeroOffloadParamConfig(_Section):
@@ -158,10 +170,35 @@ def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
 
 
 class DeepSpeedFP16Config(_Section):
-    """The section ``fp16``."""
+    """The section ``fp16``.
+
+    Raises:
+        ValueError: a number is none, or cannot be; pydantic's ValidationError where that package is, as DeepSpeed's.
+    """
 
     _title = "fp16"
     _defaults = _defaults_of("fp16")
+    enabled: bool
+    loss_scale: float
+
+    def __init__(self, **given: Any):
+        super().__init__(**given)
+        self.loss_scale = self._number("loss_scale", float)
+        for key in ("loss_scale_window", "min_loss_scale"):
+            setattr(self, key, self._number(key, int))
+            if self.enabled and not self.loss_scale and vars(self)[key] <= 0:
+                raise _invalid(self._title, key, vars(self)[key], "must be above 0 where the loss scale is dynamic")
+        if self.loss_scale < 0:
+            raise _invalid(self._title, "loss_scale", self.loss_scale, "must be 0, which is dynamic, or above")
+
+    def _number(self, key: str, kind: type[float]) -> Any:
+        value = vars(self)[key]
+        try:
+            if not isinstance(value, bool) and math.isfinite(float(value)):
+                return kind(value)
+        except (TypeError, ValueError):
+            pass
+        raise _invalid(self._title, key, value, "must be a number")
 
     def initial_dynamic_scale(self) -> int:
         """The first loss scale, where it is dynamic."""

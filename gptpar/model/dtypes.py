@@ -13,8 +13,8 @@ _CUT = {torch.bfloat16: 16, torch.float16: 13}
 def in_parts(x: torch.Tensor, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, ...]:
     """``count`` tensors of a number format, the largest first, whose sum is x, as far as they have bits for it.
 
-    The gradient of x is that of the first part. In 16 bits, the bits of x in fp32 are rounded. A compiler would drop the
-    rounding of a number that is rounded to 16 bits and then subtracted in fp32, and with it all parts but the first.
+    x has the first part's gradient. In 16 bits, the bits of x in fp32 are rounded. A compiler would drop the rounding
+    of a number that is rounded to 16 bits and then subtracted in fp32, and with it all parts but the first.
     """
     if dtype not in _CUT:
         first = x.to(dtype)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -200,7 +201,42 @@ def a_curve_of_the_mean_of_all_losses(rank: int, folder: Path) -> None:
     assert [loss for _, loss in curve] == pytest.approx(means, rel=1e-6)
 
 
+def steps_that_the_program_ends(rank: int) -> None:
+    """Gradients that are summed over processes, in steps that are counted, end with ``step()``, or are one context."""
+    batches = micro_batches()
+    for stage, ratio, way in itertools.product((0, 1, 2, 3), (0.0, 0.6), ("counted", "by step()", "in a context")):
+        if stage == 0 and (ratio or way == "in a context"):
+            continue
+        torch.manual_seed(7)
+        model = make()
+        expected, zero = copy.deepcopy(model), {"stage": stage}
+        optimizer = torch.optim.SGD(expected.parameters(), 0.1)
+        config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "gradient_clipping": 0.0}
+        config |= {"gradient_allreduce_op": "sum", "managed_gradient_accumulation": way != "by step()"}
+        config |= {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        offload = {"offload_optimizer": {"device": "cpu", "ratio": ratio}} if ratio else {}
+        engine, *_ = deepspeed.initialize(model=model, config=config | {"zero_optimization": zero | offload})
+        for step in range(2):
+            of_step = batches[6 * step : 6 * step + 6]
+            with engine.coalesce_grad_reduction() if way == "in a context" else contextlib.nullcontext():
+                for x, y in of_step[rank::2]:
+                    engine.backward(nn.functional.cross_entropy(engine(x), y))
+                    if way == "counted":
+                        engine.step()
+            if way != "counted":
+                engine.step()
+            optimizer.zero_grad()
+            torch.stack([nn.functional.cross_entropy(expected(x), y) / 3 for x, y in of_step]).sum().backward()
+            optimizer.step()
+        assert (engine.global_steps, engine.global_samples) == (2, 24)
+        for got, wanted in zip(model.parameters(), expected.parameters(), strict=True):
+            whole = deepspeed.utils.safe_get_full_fp32_param(got)
+            torch.testing.assert_close(whole, wanted.detach(), rtol=1e-5, atol=1e-6)
+        engine.destroy()
+
+
 def every_program(rank: int, folder: Path) -> None:
+    steps_that_the_program_ends(rank)
     a_stage_that_begins_in_place(rank)
     evaluations_of_a_pipeline(rank)
     a_grid_and_its_groups(rank)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gptpar.deepspeed.engines.dataset import RepeatingLoader
 from gptpar.engine.tensors import mapped
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, UsageError
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 """(the module's output, the micro-batch) -> the loss, a scalar."""
@@ -146,10 +146,10 @@ def require_loss(loss: Any) -> None:
     """Check that a backward pass can begin with this loss.
 
     Raises:
-        GptparError: it is no scalar with a gradient.
+        UsageError: it is no scalar with a gradient.
     """
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise GptparError(f"engine.backward needs a scalar loss with a gradient, not {described(loss)}.")
+        raise UsageError(f"the loss has to be a scalar tensor with a gradient, not {described(loss)}.")
 
 
 def described(value: Any) -> str:

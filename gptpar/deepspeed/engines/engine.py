@@ -19,15 +19,16 @@ from gptpar.adapter.tied_weight import TiedWeight
 from gptpar.deepspeed.engines.batches import Batches, LossFunction, cast_inputs, evaluating, require_loss
 from gptpar.deepspeed.engines.engine_state import StepGradient
 from gptpar.deepspeed.engines.graph import RecordedWork, wants_graph
+from gptpar.deepspeed.engines.step_ends import StepEnds
 from gptpar.deepspeed.engines.step_work import StepResult, StepWork
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
 from gptpar.engine.backward_passes import BACKWARD_PASSES
-from gptpar.errors import GptparError
+from gptpar.errors import GptparError, UsageError
 
 _SPENT = "gptpar: its graph is gone"
 
 
-class ModuleEngine(TrainingEngine):
+class ModuleEngine(StepEnds, TrainingEngine):
     """Trains a module: ``loss = engine(x)``, ``engine.backward(loss)``, ``engine.step()`` for each micro-batch.
 
     In :meth:`train_batch` and :meth:`eval_batch`, a micro-batch that is a mapping is passed to the module as keywords,
@@ -62,10 +63,11 @@ class ModuleEngine(TrainingEngine):
         stage.comes_back, self.engine.gradients.begin_unannounced = self._comes_back, self._plain.begin
         self._grads: ParameterGradients | None = None
         if options.zero_stage == 0 and parts.host is None:
-            self._grads = ParameterGradients(self.engine, stage.global_parameters(), self.dp_world_size)
+            copies = 1 if options.sums_gradients else self.dp_world_size
+            self._grads = ParameterGradients(self.engine, stage.global_parameters(), copies)
         self._are_means = self._is_scaled = self._ends_step = False
-        self._no_sync = self._knows_late_units = False
-        self._boundary: bool | None = None
+        self._knows_late_units = False
+        self._num_passes = 0  # backward passes of the step that the user has called
         self._drops = 0  # steps in a row that zero_grad() has dropped
         self._needs_losses = options.monitor.draws_curves or self.skip_step is not None
         self._loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -83,31 +85,6 @@ class ModuleEngine(TrainingEngine):
             raise
 
     # A step.
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch is the last of its step."""
-        return self._gradient is StepGradient.FINAL or self._is_last()
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether each of the next micro-batches ends its step; without this call, micro-batches are counted."""
-        self._boundary = is_boundary
-
-    def _is_last(self) -> bool:
-        wanted = self._count + 1 >= self.options.batch.accumulation_steps
-        return not self._no_sync and (wanted if self._boundary is None else self._boundary)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """A context for backward passes that are not the last of a step: gradients are added up, and are not final.
-
-        If a micro-batch has several backward passes, all but the last may be inside: then gradients are final once, and
-        not anew with each pass. Under ZeRO-2 and 3, gradients are still summed over processes inside.
-        """
-        before, self._no_sync = self._no_sync, True
-        try:
-            yield
-        finally:
-            self._no_sync = before
 
     def backward(
         self, loss: torch.Tensor, *, retain_graph: bool = False, scale_wrt_gas: bool = True, create_graph: bool = False
@@ -167,7 +144,9 @@ class ModuleEngine(TrainingEngine):
             self._grads.hide()
         if not self._has_begun:
             self._begin()
+            self._num_passes = 1
             return
+        self._num_passes += 1
         before = self._gradient
         if before is not StepGradient.GROWS:
             self._reopen()
@@ -261,7 +240,7 @@ class ModuleEngine(TrainingEngine):
         self._prepare()
         self._loss.zero_()
         self._are_means = False
-        counted = not self._no_sync and self._boundary is None
+        counted = self.options.managed and not self._no_sync and self._boundary is None
         passes = self.options.batch.accumulation_steps if counted else 2 - self._is_last()
         if passes > 1:
             self._add_gradients()
@@ -280,9 +259,11 @@ class ModuleEngine(TrainingEngine):
         self._require_usable()
         self._require_optimizer()
         if self._no_sync:
-            raise GptparError("engine.step() was called inside no_sync(), where no step ends: call it after that.")
+            raise UsageError("engine.step() was called inside no_sync(), where no step ends: call it after that.")
+        if not self.options.managed:
+            self._end_gradient()
         is_final = self._gradient is StepGradient.FINAL
-        ends_step = is_final or self._is_last()
+        ends_step = is_final or self._is_last() or not self.options.managed
         if ends_step and not is_final:
             raise GptparError(
                 "engine.step() at the end of a step whose last micro-batch had no engine.backward(loss), or had it in "
@@ -296,6 +277,11 @@ class ModuleEngine(TrainingEngine):
             self._lr_kwargs = dict(lr_kwargs or {})
             self.optimizer.step()
             self._drops = 0
+
+    def _samples_of_step(self) -> int:
+        if self.options.managed or self._in_train_batch:
+            return super()._samples_of_step()
+        return self.options.batch.train_batch_size // self.options.batch.accumulation_steps * self._num_passes
 
     def _drop_for_user(self) -> None:
         if self._count:

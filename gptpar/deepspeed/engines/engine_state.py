@@ -61,8 +61,8 @@ class EngineState(nn.Module):
 
     @property
     def _divisor(self) -> float:
-        """The divisor of the sum over processes: the loss scale times their number."""
-        return self.loss_scaler.value * self.topology.mesh.data
+        """The divisor of the sum over processes: the loss scale times their number, unless the sum is wanted."""
+        return self.loss_scaler.value * (1 if self.options.sums_gradients else self.topology.mesh.data)
 
     def train_batch_size(self) -> int:
         """Samples of a step, on all processes."""

@@ -19,7 +19,7 @@ from gptpar.adapter.pipeline_module import PipelineModule, seeded
 from gptpar.deepspeed.engines.client_optimizer import ClientOptimizer, groups_of
 from gptpar.deepspeed.engines.pipeline_engine import PipelineEngine
 from gptpar.deepspeed.engines.training_engine import TrainingEngine
-from gptpar.errors import ModelError
+from gptpar.errors import ConfigError, ModelError
 from gptpar.model.layer_spec import LayerSpec
 from gptpar.system.activity import Activity
 from gptpar.topology.agreement import all_or_none
@@ -95,6 +95,10 @@ def engine_of_pipeline(
     """
     topology, layers = pipeline.topology, layers_of(pipeline)
     with all_or_none(topology.mesh.world_size):
+        if not options.managed:
+            raise ConfigError(
+                ['"managed_gradient_accumulation": false is not supported with pipeline parallelism: leave it out.']
+            )
         if problems := list(sharing_problems(pipeline.specs)):
             raise ModelError(problems)
         may_be_empty = topology.mesh.pipeline > 1

@@ -150,6 +150,12 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     fp16_groups = bit16_groups
 
+    @property
+    def bit16_groups_flat(self) -> list[torch.Tensor]:
+        """A copy of the parameters, [n] of each group; the name is DeepSpeed's, whatever their number format."""
+        flat = [[one.detach().flatten() for one in group] for group in self.bit16_groups]
+        return [torch.cat(parts or [torch.empty(0)]) for parts in flat]
+
     def needs_scaler(self) -> bool:
         """Whether a loss has to be scaled (``engine.scale(loss).backward()``), as fp16 needs."""
         return self._scaler.dynamic or self._scaler.value != 1

@@ -162,7 +162,7 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         )
         self._follow(result.passes)
         self.global_steps += 1
-        before, self.global_samples = self.global_samples, self.global_samples + self.options.batch.train_batch_size
+        before, self.global_samples = self.global_samples, self.global_samples + self._samples_of_step()
         if self._monitor is not None:
             self._point = Point(before, self.global_samples, self.get_lr()[0], self.loss_scaler.value)
         self._ended_step = True
@@ -196,6 +196,10 @@ class TrainingEngine(NotCopied, Getters, StepSettings, WholeTensors, CheckpointV
         if self.topology.mesh.world_size > 1:
             self._watch.wait_for(dist.all_reduce(tensor, async_op=True))
         return tensor
+
+    def _samples_of_step(self) -> int:
+        """Samples of the step that ends, on all processes."""
+        return self.options.batch.train_batch_size
 
     def _addend_of_mean(self, loss: torch.Tensor) -> torch.Tensor:
         """This process's addend of the mean over processes; its loss is zero if another stage has the loss."""

@@ -253,14 +253,14 @@ def test_number_formats_tags_and_unused_parameters() -> None:
     wrong = {
         "data_types": {"grad_accum_dtype": "fp8", "param_dtype": "bf16", "buffer_dtype": "fp64"},
         "checkpoint": {"tag_validation": "maybe"},
-        "gradient_allreduce_op": "sum",
+        "gradient_allreduce_op": "max",
         "zero_optimization": {"stage": 1, "ignore_unused_parameters": 3},
     }
     assert problems({**BATCH, **wrong}) == [
         'config: data_types.grad_accum_dtype is "fp8": one of fp32, fp16, bf16 is needed.',
         'config: data_types.buffer_dtype is "fp64": one of fp32, fp16, bf16 is needed.',
         'config: checkpoint.tag_validation is "maybe": Ignore, Warn or Fail is needed.',
-        'config: gradient_allreduce_op is "sum": gradients are the mean over processes: multiply the loss instead.',
+        'config: gradient_allreduce_op is "max": one of mean, sum is needed.',
         "config: zero_optimization.ignore_unused_parameters is 3: true or false is needed.",
         'config: data_types.param_dtype is "bf16", and fp16 and bf16 say fp32: make them agree.',
     ]

@@ -45,8 +45,8 @@ def test_what_is_absent_is_no_attribute_and_a_known_module_says_what_to_do_inste
         importlib.import_module("gptpar.deepspeed.runtime.nothing")
     with pytest.raises(ImportError, match=r"deepspeed.launcher.launch is not in gptpar: start programs by `gptpar la"):
         importlib.import_module("gptpar.deepspeed.launcher.launch")
-    with pytest.raises(ImportError, match=r"cannot import name 'call_to_str' from .*deepspeed\.toml"):
-        from gptpar.deepspeed.runtime.utils import call_to_str  # noqa: F401
+    with pytest.raises(ImportError, match=r"cannot import name 'call_to_text' from .*deepspeed\.toml"):
+        from gptpar.deepspeed.runtime.utils import call_to_text  # noqa: F401
 
 
 def test_the_stand_in_says_the_version() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
@@ -65,10 +65,10 @@ class PlacedParameters(NotCopied):
         """The module of a scope: the scope's parameters are gathered before its forward."""
         raise NotImplementedError
 
-    def read_guard(self, gatherer: ParameterGatherer) -> ReadGuard:
-        """A guard that gathers a released parameter when it is read."""
+    def read_guard(self, gatherer: ParameterGatherer, meets: Callable[[str], bool] | None = None) -> ReadGuard:
+        """A guard that gathers a released parameter when it is read; ``meets``: see :class:`ReadGuard`."""
         units = {unit.name: unit.parameters for unit in self.plan.units}
-        return ReadGuard(self.parameters, units, gatherer, lambda: self.is_watching)
+        return ReadGuard(self.parameters, units, gatherer, lambda: self.is_watching, meets)
 
     def place(self, storage: Mapping[str, torch.Tensor]) -> None:
         """Point parameters to their memory, given by first name."""

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gptpar.deepspeed as deepspeed
+from gptpar.adapter.guards import order_watch
 from gptpar.errors import ConfigError, GptparError
 from tests.spawn import spawn
 from tests.unit.deepspeed.engines import test_monitor
@@ -235,7 +236,44 @@ def steps_that_the_program_ends(rank: int) -> None:
         engine.destroy()
 
 
+def parameters_between_steps(rank: int) -> None:
+    """All processes read and clamp them, as they may below ZeRO-3; one alone gets an error, and goes on."""
+    order_watch.MEET_SECONDS = 0.5
+    for stage, ratio in ((1, 1.0), (2, 0.6), (1, 0.0)):
+        torch.manual_seed(7)
+        model, batches = make(), micro_batches()
+        expected = copy.deepcopy(model)
+        averages = [[one.detach().clone() for one in each.parameters()] for each in (model, expected)]
+        optimizer = torch.optim.SGD(expected.parameters(), 0.1)
+        config = {"train_batch_size": 4, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        zero = {"stage": stage, **({"offload_optimizer": {"device": "cpu", "ratio": ratio}} if ratio else {})}
+        engine, *_ = deepspeed.initialize(model=model, config=config | {"zero_optimization": zero})
+        for step in range(4):
+            engine.backward(
+                nn.functional.cross_entropy(engine(batches[2 * step + rank][0]), batches[2 * step + rank][1])
+            )
+            engine.step()
+            losses = [nn.functional.cross_entropy(expected(x), y) for x, y in batches[2 * step : 2 * step + 2]]
+            optimizer.zero_grad()
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            if step == 1 and ratio:
+                if rank == 0:
+                    with pytest.raises(GptparError, match="0.weight was read outside of the model's forward"):
+                        model[0].weight.norm()
+                continue
+            for each, average in zip((model, expected), averages, strict=True):
+                with torch.no_grad():
+                    for one, mean in zip(each.parameters(), average, strict=True):
+                        one.clamp_(-0.3, 0.3)
+                        mean.lerp_(one, 0.1)
+        for got, wanted in zip(*averages, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)
+        engine.destroy()
+
+
 def every_program(rank: int, folder: Path) -> None:
+    parameters_between_steps(rank)
     steps_that_the_program_ends(rank)
     a_stage_that_begins_in_place(rank)
     evaluations_of_a_pipeline(rank)

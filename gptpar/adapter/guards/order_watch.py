@@ -53,6 +53,11 @@ MAX_NOTES = 20_000
 CHECK_SECONDS = 0.2
 """Time between two checks by a process that waits for a collective whether it can still come."""
 
+MEET_SECONDS = 10.0
+"""A process that reads a parameter waits so long for the others to do so."""
+
+_WITHDRAWN = "-1000000"
+"""The number of processes at a place where one has waited in vain."""
 
 END_SECONDS = 1.0
 """How long the end of a process waits for the thread that reads the store. The other thread is not waited for: its
@@ -70,7 +75,7 @@ class OrderWatch:
     def __init__(self, topology: Topology):
         self._topology = topology
         self._store: dist.Store | None = None
-        self._prefix = ""
+        self._prefix, self._met = "", ""
         self._step, self._notes = 1, list[str]()
         self._seen: tuple[int, int] = (-1, -1)
         self.notes_units = self._has_told = False
@@ -106,6 +111,26 @@ class OrderWatch:
         """Note where this process is now; all processes have to come there in the same order."""
         if self._store is not None and len(self._notes) < MAX_NOTES:
             self._notes.append(place)
+
+    def meets(self, place: str) -> bool:
+        """Wait until all processes have come to this place, once; False: some have not within ``MEET_SECONDS``.
+
+        All processes get the same answer. A collective cannot ask, because others may be in another one.
+        """
+        if self._store is None:
+            return False
+        key, count = f"{self._prefix}/met/{place}", self._topology.mesh.world_size
+        here, end = self._store.add(key, 1), time.monotonic() + MEET_SECONDS
+        while 0 < here < count:
+            if time.monotonic() > end:
+                self._store.compare_set(key, str(here), _WITHDRAWN)  # unless another one has come just now
+            time.sleep(1e-3)
+            here = self._store.add(key, 0)
+        if here == count:
+            if self._met and self._topology.rank == 0:
+                self._store.delete_key(self._met)  # which all have left
+            self._met = key
+        return here == count
 
     @contextlib.contextmanager
     def together(self, method: str) -> Iterator[None]:

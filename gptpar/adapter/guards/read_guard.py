@@ -46,14 +46,16 @@ CASTS = {"to", "type", "float", "double", "half", "bfloat16", "cuda", "cpu"}
 class ReadGuard:
     """Guards the parameters of released units (:class:`~gptpar.engine.gatherer.PresenceWatch`).
 
-    If one is read, and this process can gather its unit alone, the unit is gathered first. Otherwise an error says how
-    to read the parameter.
+    If one is read, and this process can gather its unit alone, the unit is gathered first. If it needs the others, and
+    parameters stay once they are gathered, all units are, provided that all processes read one. Otherwise an error says
+    how to read the parameter.
 
     Args:
         parameters: by name.
         units: name -> names of its parameters.
         gatherer: gathers them.
         is_watching: whether every operator is observed already, so that parameters are gathered before it reads them.
+        meets: waits for all processes, and returns whether they have come to this place; ``None``: they never do.
     """
 
     def __init__(
@@ -62,8 +64,9 @@ class ReadGuard:
         units: Mapping[str, Sequence[str]],
         gatherer: ParameterGatherer,
         is_watching: Callable[[], bool],
+        meets: Callable[[str], bool] | None = None,
     ):
-        self._gatherer, self._is_watching = gatherer, is_watching
+        self._gatherer, self._is_watching, self._meets = gatherer, is_watching, meets
         self._classes: dict[type, type] = {}
         self._members = {
             unit: [(p := parameters[name], type(p), self._watched(type(p))) for name in names]
@@ -184,13 +187,22 @@ class ReadGuard:
             self._gatherer.keep_last_step()
         away = [unit for unit in units if unit in self._away and unit not in self._here]
         if away and not self._gatherer.arrives_alone:
-            read = [one for one in tensors if self._unit_of.get(id(one)) in away]
-            raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
+            if not self._all_read():
+                read = [one for one in tensors if self._unit_of.get(id(one)) in away]
+                raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
+            away = list(self._members)  # in the same order on all processes
         for unit in away:
             layer = self._gatherer.layer_of(unit)
             self._gatherer.acquire(layer)
             for one in self._gatherer.units_of(layer):
                 self.may_change(one)
+
+    def _all_read(self) -> bool:
+        """Whether all processes read parameters now, with the same units present, and these then stay."""
+        if self._gatherer.transient or self._meets is None:
+            return False
+        present = "".join("01"[self._gatherer.is_present(unit)] for unit in self._members)
+        return self._meets(f"values {self._gatherer.changes}, units {present}")
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))

@@ -155,8 +155,7 @@ def build_engine(
         counts_arrivals=True,
     )
     if engine.gatherer.acquires:
-        meets = watch.meets if topology.mesh.pipeline == 1 else None  # else some processes have other parameters
-        engine.gatherer.watch = stage.read_guard(engine.gatherer, meets)
+        engine.gatherer.watch = stage.read_guard(engine.gatherer, watch.meets)
     take_values(engine, frozen, values, topology)
     name = name_of_engine(topology)
     watch.start(name, notes_units=wait_for is not wait_without_limit and engine.gatherer.gathers_in_call_order)

@@ -115,9 +115,10 @@ class OrderWatch:
     def meets(self, place: str) -> bool:
         """Wait until all processes have come to this place, once; False: some have not within ``MEET_SECONDS``.
 
-        All processes get the same answer. A collective cannot ask, because others may be in another one.
+        All processes get the same answer: False, too, where stages of a pipeline have different parameters. A
+        collective cannot ask, because others may be in another one.
         """
-        if self._store is None:
+        if self._store is None or self._topology.mesh.pipeline > 1:
             return False
         key, count = f"{self._prefix}/met/{place}", self._topology.mesh.world_size
         here, end = self._store.add(key, 1), time.monotonic() + MEET_SECONDS

@@ -187,9 +187,7 @@ class ReadGuard:
             self._gatherer.keep_last_step()
         away = [unit for unit in units if unit in self._away and unit not in self._here]
         if away and not self._gatherer.arrives_alone:
-            if not self._all_read():
-                read = [one for one in tensors if self._unit_of.get(id(one)) in away]
-                raise GptparError(self._told("{} was read outside of the model's forward", read) + GATHERED)
+            self._require_all_to_read([one for one in tensors if self._unit_of.get(id(one)) in away])
             away = list(self._members)  # in the same order on all processes
         for unit in away:
             layer = self._gatherer.layer_of(unit)
@@ -197,12 +195,12 @@ class ReadGuard:
             for one in self._gatherer.units_of(layer):
                 self.may_change(one)
 
-    def _all_read(self) -> bool:
-        """Whether all processes read parameters now, with the same units present, and these then stay."""
-        if self._gatherer.transient or self._meets is None:
-            return False
+    def _require_all_to_read(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Check that all processes read parameters now, with the same units present, and that these then stay."""
         present = "".join("01"[self._gatherer.is_present(unit)] for unit in self._members)
-        return self._meets(f"values {self._gatherer.changes}, units {present}")
+        place = f"values {self._gatherer.changes}, units {present}"
+        if self._gatherer.transient or self._meets is None or not self._meets(place):
+            raise GptparError(self._told("{} was read outside of the model's forward", parameters) + GATHERED)
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))

@@ -186,6 +186,7 @@ class ModuleEngine(StepEnds, TrainingEngine):
     def _forget_step(self) -> None:
         self.weights.guard.step_ended()
         super()._forget_step()
+        self._num_passes = 0
 
     # A backward pass that the user begins.
 
@@ -279,9 +280,10 @@ class ModuleEngine(StepEnds, TrainingEngine):
             self._drops = 0
 
     def _samples_of_step(self) -> int:
-        if self.options.managed or self._in_train_batch:
+        if self.options.managed:
             return super()._samples_of_step()
-        return self.options.batch.train_batch_size // self.options.batch.accumulation_steps * self._num_passes
+        passes = self._num_passes or self._count  # train_batch has counted its micro-batches
+        return self.options.batch.train_batch_size // self.options.batch.accumulation_steps * passes
 
     def _drop_for_user(self) -> None:
         if self._count:

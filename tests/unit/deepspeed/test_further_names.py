@@ -148,5 +148,8 @@ def test_each_step_ends_one_where_accumulation_is_not_managed(stage: int) -> Non
             engine.backward(engine(torch.ones(1, 3)).sum())
             engine.step()
             assert (engine.global_steps, engine.global_samples) == (3, 7)
+            engine.module.register_forward_hook(lambda module, args, output: output.sum())
+            engine.train_batch(iter([torch.ones(1, 3)] * 3))
+            assert (engine.global_steps, engine.global_samples) == (4, 10)
         engine.destroy()
     assert torch.equal(*weights)

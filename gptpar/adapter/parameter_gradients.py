@@ -20,10 +20,13 @@ class ParameterGradients:
         engine: of the module.
         parameters: the trained ones, by first name.
         num_processes: number of data-parallel processes, over whose gradients the mean is shown.
+        sums: whether their sum is, in place of the mean.
     """
 
-    def __init__(self, engine: Engine, parameters: Mapping[str, nn.Parameter], num_processes: int):
-        self._engine, self._parameters, self._num_processes = engine, parameters, num_processes
+    def __init__(
+        self, engine: Engine, parameters: Mapping[str, nn.Parameter], num_processes: int, *, sums: bool = False
+    ):
+        self._engine, self._parameters, self._num_processes, self._sums = engine, parameters, num_processes, sums
         self._views: dict[str, torch.Tensor] = {}
         self._shown: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # (parameter, view, what its .grad has)
         self._hidden: list[tuple[str, torch.Tensor]] = []
@@ -38,7 +41,7 @@ class ParameterGradients:
         """After a backward pass.
 
         Args:
-            final: whether the step's gradient is final; then sums over processes become means.
+            final: whether the step's gradient is final; then sums over processes become means, unless sums are wanted.
 
         Returns:
             Whether they have become means.
@@ -46,14 +49,15 @@ class ParameterGradients:
         memory, arrived = self._engine.gradients.memory, self._engine.gradients.arrived
         if any(self._parameters[name].dtype != memory.shard.dtype for name in arrived):
             return False
-        becomes_mean = final and self._num_processes > 1
+        is_of_all = final and self._num_processes > 1
+        becomes_mean = is_of_all and not self._sums
         if becomes_mean:
             memory.shard.div_(self._num_processes)
         if not self._views or next(iter(self._views.values())).dtype != memory.shard.dtype:
             for unit in self._engine.table.units:
                 self._views |= unit.views(memory.sum_of(unit))
         trained = (name for name in self._views if self._parameters[name].requires_grad)
-        self._hidden = [(name, self._views[name]) for name in (trained if becomes_mean else arrived)]
+        self._hidden = [(name, self._views[name]) for name in (trained if is_of_all else arrived)]
         self.show_again()
         return becomes_mean
 

@@ -20,7 +20,6 @@ from gptpar.optim.elementwise import ElementwiseOptimizer
 from gptpar.optim.muon import EPS, MUON
 from gptpar.optim.torch_updates import ADAGRAD, ADAM, AMSGRAD, AMSGRADW, rmsprop, sgd
 from gptpar.optim.update import Update
-from gptpar.optim.wide_adam import WideAdam
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -58,7 +57,6 @@ def _of_rmsprop(groups: Groups) -> ElementwiseOptimizer:
 
 _UPDATES: dict[type, tuple[Callable[[Groups], ElementwiseOptimizer], tuple[str, ...]]] = {
     torch.optim.AdamW: (_of_adam, ("amsgrad", "decoupled_weight_decay")),
-    WideAdam: (_of_adam, ("amsgrad", "decoupled_weight_decay")),
     torch.optim.Adam: (_of_adam, ("amsgrad", "decoupled_weight_decay")),
     torch.optim.SGD: (_of_sgd, ()),
     torch.optim.Adagrad: (lambda groups: ADAGRAD, ("initial_accumulator_value",)),

@@ -10,7 +10,6 @@ import torch
 from gptpar.deepspeed.engines.optimizer import EngineOptimizer
 from gptpar.errors import ConfigError
 from gptpar.optim.adam_update import AdamHyperparameters
-from gptpar.optim.wide_adam import WideAdam
 
 
 class _Adam(type):
@@ -26,7 +25,8 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
     """torch's AdamW, or its Adam without ``adamw_mode``.
 
     The configuration's ``offload_optimizer`` says whether the CPU updates its parameters. The engine's moments are
-    fp32, whatever ``fp32_optimizer_states`` says; those of an optimizer that the program steps itself are as it says.
+    fp32, whatever ``fp32_optimizer_states`` says. An optimizer that the program steps itself has torch's moments, in
+    the parameters' number format.
 
     Raises:
         ConfigError: there is no ``bias_correction``.
@@ -44,15 +44,14 @@ class DeepSpeedCPUAdam(metaclass=_Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Adam:
-        _require_correction(bias_correction)
-        given: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
-        if fp32_optimizer_states:
-            return WideAdam(model_params, decoupled=adamw_mode, **given)
-        return (torch.optim.AdamW if adamw_mode else torch.optim.Adam)(model_params, **given)
+        if not bias_correction:
+            raise ConfigError(["bias_correction=False: the update divides both moments by their bias; leave it out."])
+        kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
+        return kind(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
 
 
 class FusedAdam(metaclass=_Adam):
-    """torch's AdamW, or its Adam without ``adam_w_mode``, by the name that DeepSpeed has for GPUs."""
+    """The same as :class:`DeepSpeedCPUAdam` by the name that DeepSpeed has for GPUs."""
 
     def __new__(  # type: ignore[misc]
         cls,
@@ -66,11 +65,4 @@ class FusedAdam(metaclass=_Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> torch.optim.Adam:
-        _require_correction(bias_correction)
-        kind = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
-        return kind(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad)
-
-
-def _require_correction(bias_correction: bool) -> None:
-    if not bias_correction:
-        raise ConfigError(["bias_correction=False: the update divides both moments by their bias; leave it out."])
+        return DeepSpeedCPUAdam(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)

@@ -97,7 +97,11 @@ def initialize(
     )
     engine = found[0]
     if level := get_log_level(engine.config):
-        set_log_level_from_string(level)
+        try:
+            set_log_level_from_string(level)
+        except ArgumentError:
+            engine.close()
+            raise
     mark_trained(engine)
     if engine.zero_optimization_stage() == 3:
         mark_configured(engine.module, engine.config["zero_optimization"].get("leaf_module", {}))
@@ -128,7 +132,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     Raises:
         ArgumentError: there is no such level.
     """
-    level, chosen = logging.getLevelNamesMapping().get(log_level_str.upper()), custom_logger or logger
+    level, chosen = logging.getLevelNamesMapping().get(str(log_level_str).upper()), custom_logger or logger
     if level is None:
         raise ArgumentError(f"log_level {log_level_str!r} is none of debug, info, warning, error and critical.")
     chosen.setLevel(level)

@@ -194,7 +194,7 @@ class DeepSpeedFP16Config(_Section):
     def _number(self, key: str, kind: type[float]) -> Any:
         value = vars(self)[key]
         try:
-            if not isinstance(value, bool) and math.isfinite(float(value)):
+            if not isinstance(value, bool) and math.isfinite(float(value)) and kind(value) == float(value):
                 return kind(value)
         except (TypeError, ValueError):
             pass

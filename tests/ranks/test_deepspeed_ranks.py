@@ -272,7 +272,26 @@ def parameters_between_steps(rank: int) -> None:
         engine.destroy()
 
 
+def a_sum_in_grad(rank: int) -> None:
+    """At stage 0 each process has the whole sum, also of a module that ran elsewhere: torch clips alike on all."""
+    model = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)])
+    with torch.no_grad():
+        for one in model.parameters():
+            one.fill_(0.5)
+    config = {"train_batch_size": 2, "gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": {"lr": 1.0}}}
+    model.forward = lambda x: sum(one(x).sum() for one in model[: 1 + rank])
+    engine, *_ = deepspeed.initialize(model=model, config=config | {"gradient_allreduce_op": "sum"})
+    engine.backward(engine(torch.ones(1, 3)))
+    assert [one.grad.unique().tolist() for one in model.parameters()] == [[2.0], [2.0], [1.0], [1.0]]
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).item() == pytest.approx(40**0.5)
+    engine.step()
+    for one, grad in zip(model.parameters(), (2.0, 2.0, 1.0, 1.0), strict=True):
+        torch.testing.assert_close(one.detach(), torch.full_like(one, 0.5 - grad / 40**0.5), rtol=1e-5, atol=0)
+    engine.destroy()
+
+
 def every_program(rank: int, folder: Path) -> None:
+    a_sum_in_grad(rank)
     parameters_between_steps(rank)
     steps_that_the_program_ends(rank)
     a_stage_that_begins_in_place(rank)

@@ -115,8 +115,8 @@ class OrderWatch:
     def meets(self, place: str) -> bool:
         """Wait until all processes have come to this place, once; False: some have not within ``MEET_SECONDS``.
 
-        All processes get the same answer: False, too, where stages of a pipeline have different parameters. A
-        collective cannot ask, because others may be in another one.
+        All processes get the same answer; after a False, the place stays closed. Where stages of a pipeline have
+        different parameters, it is always False. A collective cannot ask, because others may be in another one.
         """
         if self._store is None or self._topology.mesh.pipeline > 1:
             return False

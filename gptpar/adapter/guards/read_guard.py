@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gptpar.adapter.guards.order_watch import MEET_SECONDS
 from gptpar.engine.gatherer import ParameterGatherer
 from gptpar.engine.tensors import tensors_in
 from gptpar.errors import GptparError
@@ -200,7 +201,8 @@ class ReadGuard:
         present = "".join("01"[self._gatherer.is_present(unit)] for unit in self._members)
         place = f"values {self._gatherer.changes}, units {present}"
         if self._gatherer.transient or self._meets is None or not self._meets(place):
-            raise GptparError(self._told("{} was read outside of the model's forward", parameters) + GATHERED)
+            late = "" if self._gatherer.transient else LATE
+            raise GptparError(self._told("{} was read outside of the model's forward", parameters) + GATHERED + late)
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))
@@ -219,6 +221,7 @@ GATHERED = (
     ", where its values are not on this process: they are spread over all processes, or on the host. Read and change "
     "parameters inside `with engine.gathered():`, which all processes enter."
 )
+LATE = f" Without it, all have to read one within {MEET_SECONDS:g} seconds, and some have not."
 IN_PLACE = (
     ", but has to stay in the engine's. Change parameters in place (copy_(), or load_state_dict() without assign) "
     "inside `with engine.gathered():`; cast and move the model before gptpar.initialize, or call engine.close() before."
@@ -232,8 +235,8 @@ class _Watched:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        guards = {one._guard for one in types if issubclass(one, _Watched)}
-        return cls._guard.read(func, args, kwargs or {}, guards - {cls._guard})
+        guards = dict.fromkeys(one._guard for one in types if issubclass(one, _Watched))  # alike on all processes
+        return cls._guard.read(func, args, kwargs or {}, [one for one in guards if one is not cls._guard])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self._guard.plainly(self, lambda: copy.deepcopy(self, memo))

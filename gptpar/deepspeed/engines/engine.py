@@ -63,8 +63,8 @@ class ModuleEngine(StepEnds, TrainingEngine):
         stage.comes_back, self.engine.gradients.begin_unannounced = self._comes_back, self._plain.begin
         self._grads: ParameterGradients | None = None
         if options.zero_stage == 0 and parts.host is None:
-            copies = 1 if options.sums_gradients else self.dp_world_size
-            self._grads = ParameterGradients(self.engine, stage.global_parameters(), copies)
+            trained, sums = stage.global_parameters(), options.sums_gradients
+            self._grads = ParameterGradients(self.engine, trained, self.dp_world_size, sums=sums)
         self._are_means = self._is_scaled = self._ends_step = False
         self._knows_late_units = False
         self._num_passes = 0  # backward passes of the step that the user has called
@@ -150,6 +150,8 @@ class ModuleEngine(StepEnds, TrainingEngine):
         before = self._gradient
         if before is not StepGradient.GROWS:
             self._reopen()
+        elif not self.options.managed:
+            self.weights.guard.reopen()
         if before is not StepGradient.FINAL:
             self.weights.catch_up()
 
@@ -180,7 +182,11 @@ class ModuleEngine(StepEnds, TrainingEngine):
     def _end_pass(self, last: bool) -> None:
         self._gradient = StepGradient.FINAL if last else StepGradient.GROWS
         self._show(summed=last)
-        if last and (self._grads is None or not self._grads.are_shown):
+        if last or not self.options.managed:
+            self._guard_until_step()
+
+    def _guard_until_step(self) -> None:
+        if self._grads is None or not self._grads.are_shown:
             self.weights.guard.until_step()
 
     def _forget_step(self) -> None:

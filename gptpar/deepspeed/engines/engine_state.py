@@ -71,6 +71,9 @@ class EngineState(nn.Module):
     def _sum_gradient(self) -> None:
         """Sum the gradient of the step's passes so far over processes, unless it is."""
 
+    def _guard_until_step(self) -> None:
+        """Notice torch's clipping until the step, where gradients are not in ``.grad``."""
+
     def _drop_step(self) -> None:
         raise NotImplementedError
 

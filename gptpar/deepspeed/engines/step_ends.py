@@ -81,3 +81,4 @@ class StepEnds(EngineState):
             self._sum_gradient()
         if self._gradient is StepGradient.READ:
             self._gradient = StepGradient.FINAL
+            self._guard_until_step()

@@ -1,12 +1,12 @@
-"""Further names of DeepSpeed: texts, the logger's level, sections, CPU Adam by itself, where a step ends."""
+"""Further names of DeepSpeed: texts, the logger's level, sections, where a step ends."""
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from gptpar.deepspeed.ops.adam import DeepSpeedCPUAdam
 from gptpar.deepspeed.runtime import config
 from gptpar.deepspeed.runtime.precision_config import DeepSpeedFP16Config
 from gptpar.deepspeed.runtime.utils import call_to_str
@@ -15,7 +15,7 @@ from gptpar.deepspeed.utils.numa import parse_range_list
 from gptpar.deepspeed.utils.zero_to_fp32 import get_optim_files
 
 import gptpar.deepspeed as deepspeed
-from gptpar.errors import ConfigError, UsageError
+from gptpar.errors import ConfigError, GptparError, UsageError
 
 
 def test_texts() -> None:
@@ -44,6 +44,10 @@ def test_the_configuration_sets_the_loggers_level() -> None:
         assert engine.log_level() == "ERROR" and logger.level == logging.ERROR
         assert config.get_log_level({}) is deepspeed.runtime.constants.LOG_LEVEL_DEFAULT is None
         engine.destroy()
+        model = torch.nn.Linear(1, 1)
+        with pytest.raises(ValueError, match="log_level 'loud' is none of"):
+            deepspeed.initialize(model=model, config=given | {"log_level": "loud"})
+        deepspeed.initialize(model=model, config=given)[0].destroy()  # no engine has the model
         with pytest.raises(ValueError, match="log_level 'loud' is none of"):
             set_log_level_from_string("loud")
     finally:
@@ -56,31 +60,10 @@ def test_a_section_refuses_numbers_that_cannot_be() -> None:
     for given in ({"loss_scale": -1}, {"loss_scale": float("nan")}, {"loss_scale": True}, {"loss_scale": []}):
         with pytest.raises(ValueError, match="fp16.loss_scale must be"):
             DeepSpeedFP16Config(**given)
+    with pytest.raises(ValueError, match="fp16.loss_scale_window must be a number"):
+        DeepSpeedFP16Config(loss_scale_window=2.7)
     with pytest.raises(ValueError, match="fp16.loss_scale_window must be above 0"):
         DeepSpeedFP16Config(enabled=True, loss_scale_window=0)
-
-
-@pytest.mark.parametrize("adamw", [True, False])
-@pytest.mark.parametrize("amsgrad", [True, False])
-def test_cpu_adam_updates_16_bit_parameters_in_fp32(adamw: bool, amsgrad: bool) -> None:
-    torch.manual_seed(0)
-    half, narrow = (torch.nn.Parameter(torch.linspace(-1, 1, 50).bfloat16()) for _ in range(2))
-    wide = torch.nn.Parameter(half.detach().float())
-    given: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1, "amsgrad": amsgrad}
-    optimizer: Any = DeepSpeedCPUAdam([half], adamw_mode=adamw, **given)
-    plain = (torch.optim.AdamW if adamw else torch.optim.Adam)([wide], **given)
-    for _ in range(3):
-        half.grad = torch.randn(50).bfloat16()
-        wide.grad = half.grad.float()
-        assert optimizer.step(lambda: 7) == 7
-        plain.step()
-        assert torch.equal(half, wide.bfloat16())
-        wide.data = half.detach().float()
-    assert torch.equal(optimizer.state[half]["exp_avg"], plain.state[wide]["exp_avg"])
-    narrow.grad = half.grad
-    other: Any = DeepSpeedCPUAdam([narrow], adamw_mode=adamw, fp32_optimizer_states=False)
-    other.step()
-    assert other.state[narrow]["exp_avg"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -153,3 +136,19 @@ def test_each_step_ends_one_where_accumulation_is_not_managed(stage: int) -> Non
             assert (engine.global_steps, engine.global_samples) == (4, 10)
         engine.destroy()
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("way", ["unmanaged", "coalesced"])
+def test_torchs_clipping_is_refused_where_a_program_ends_the_step(way: str) -> None:
+    given = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 2}}
+    config = given | {"managed_gradient_accumulation": way == "coalesced"}
+    engine: Any = deepspeed.initialize(model=torch.nn.Linear(3, 2), config=config)[0]
+    for _ in range(2):
+        with engine.coalesce_grad_reduction() if way == "coalesced" else contextlib.nullcontext():
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, 3)).sum())
+        with pytest.raises(GptparError, match="torch's clipping of an engine's parameters would change nothing"):
+            torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 1e-6)
+        engine.step()
+    assert engine.global_steps == 2
+    engine.destroy()

@@ -82,7 +82,7 @@ def test_each_adam_is_an_instance_of_deepspeeds_adam() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1))]
     coupled = deepspeed.ops.adam.FusedAdam(parameters, adam_w_mode=False)
     assert type(coupled) is torch.optim.Adam and isinstance(coupled, deepspeed.ops.adam.DeepSpeedCPUAdam)
-    assert isinstance(deepspeed.ops.adam.DeepSpeedCPUAdam(parameters), torch.optim.AdamW)
+    assert type(deepspeed.ops.adam.DeepSpeedCPUAdam(parameters)) is torch.optim.AdamW
     assert not isinstance(torch.optim.SGD(parameters), deepspeed.ops.adam.FusedAdam)
     for kind, is_adam in (("Adam", True), ("SGD", False)):
         config = {"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1}}}

@@ -198,11 +198,11 @@ class ReadGuard:
 
     def _require_all_to_read(self, parameters: Sequence[torch.Tensor]) -> None:
         """Check that all processes read parameters now, with the same units present, and that these then stay."""
-        present = "".join("01"[self._gatherer.is_present(unit)] for unit in self._members)
+        present = "".join(f"{self._gatherer.is_present(unit):d}" for unit in self._members)
         place = f"values {self._gatherer.changes}, units {present}"
         if self._gatherer.transient or self._meets is None or not self._meets(place):
-            late = "" if self._gatherer.transient else LATE
-            raise GptparError(self._told("{} was read outside of the model's forward", parameters) + GATHERED + late)
+            remedy = GATHERED if self._gatherer.transient else GATHERED + ALL_READ
+            raise GptparError(self._told("{} was read outside of the model's forward", parameters) + remedy)
 
     def _told(self, sentence: str, parameters: Any) -> str:
         return sentence.format(", ".join(dict.fromkeys(self._names.get(id(one), "a parameter") for one in parameters)))
@@ -221,7 +221,7 @@ GATHERED = (
     ", where its values are not on this process: they are spread over all processes, or on the host. Read and change "
     "parameters inside `with engine.gathered():`, which all processes enter."
 )
-LATE = f" Without it, all have to read one within {MEET_SECONDS:g} seconds, and some have not."
+ALL_READ = f" Without it, all have to read within {MEET_SECONDS:g} seconds, which a pipeline's stages cannot."
 IN_PLACE = (
     ", but has to stay in the engine's. Change parameters in place (copy_(), or load_state_dict() without assign) "
     "inside `with engine.gathered():`; cast and move the model before gptpar.initialize, or call engine.close() before."

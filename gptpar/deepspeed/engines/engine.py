@@ -142,11 +142,10 @@ class ModuleEngine(StepEnds, TrainingEngine):
     def _begin_pass(self) -> None:
         if self._grads is not None:
             self._grads.hide()
+        self._num_passes += 1
         if not self._has_begun:
             self._begin()
-            self._num_passes = 1
             return
-        self._num_passes += 1
         before = self._gradient
         if before is not StepGradient.GROWS:
             self._reopen()

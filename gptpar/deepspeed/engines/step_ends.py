@@ -66,7 +66,7 @@ class StepEnds(EngineState):
         boundary = self._boundary
         with self.no_sync():
             yield
-        self._boundary = boundary
+        self._boundary = boundary  # the block's passes are one step, whatever it has said of boundaries
         self._end_gradient()
 
     def _require_managed(self, verb: str) -> None:
